@@ -1,0 +1,151 @@
+"""What a decode node adds to an engine's scheduler: pages reserved for a prompt that is computed elsewhere.
+
+Engine-neutral and pure. A request asks for its pages exactly once: after a failed load or a preemption it is computed here like any
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.orders import BeginReceive, Decline
+
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.transfer_params import TransferParams
+
+
+class ReservationState(Enum):
+    """Where a decode leg stands."""
+
+    ARRIVED = "arrived"
+    RESERVED = "reserved"
+    SETTLED = "settled"
+    """Landed, failed or declined: it never asks again."""
+
+
+@dataclass
+class Reservation:
+    """One request whose prompt is computed elsewhere."""
+
+    params: TransferParams
+    prompt_tokens: int
+    prompt_hash: bytes
+    state: ReservationState = ReservationState.ARRIVED
+
+
+class Reservations:
+    """All decode legs of this engine. Changed only by the engine's scheduler thread."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._reservations: dict[str, Reservation] = {}
+        self._transfers: set[str] = set()
+        self._receives: list[BeginReceive] = []
+        self._cancels: list[tuple[str, str]] = []
+        self._declines: list[Decline] = []
+
+    def arrived(
+        self, request_id: str, params: TransferParams, prompt_tokens: int, prompt_hash: bytes
+    ) -> bool:
+        """A decode leg reached the engine. False when its transfer is already waited for here."""
+        if params.transfer_id in self._transfers:
+            return False
+        self._transfers.add(params.transfer_id)
+        self._reservations[request_id] = Reservation(params, prompt_tokens, prompt_hash)
+        return True
+
+    def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
+        """How many prompt tokens after ``computed_tokens`` (whole blocks) should come from the prefill node.
+
+        0 when none: not a decode leg, already asked, or only the last token is missing, which every engine computes itself.
+        Asking has no effect; it may be repeated.
+        """
+        reservation = self._reservations.get(request_id)
+        if reservation is None or reservation.state is not ReservationState.ARRIVED:
+            return 0
+        missing = reservation.prompt_tokens - computed_tokens
+        return missing if missing > 1 else 0
+
+    def reserved(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
+        """The engine has blocks for the request; the last ``tokens`` prompt tokens come from outside.
+
+        With ``tokens`` 0 the engine computes the prompt itself and the prefill node is told so.
+        """
+        reservation = self._reservations.get(request_id)
+        if reservation is None or reservation.state is not ReservationState.ARRIVED:
+            return
+        params = reservation.params
+        if tokens == 0:
+            self.declined(request_id, "the decode node has this prompt already")
+            return
+        first = (reservation.prompt_tokens - tokens) // self._block_tokens
+        end = -(-reservation.prompt_tokens // self._block_tokens)
+        assert (reservation.prompt_tokens - tokens) % self._block_tokens == 0
+        assert len(block_ids) >= end, f"{request_id}: {len(block_ids)} blocks for {end}"
+        reservation.state = ReservationState.RESERVED
+        self._receives.append(BeginReceive(
+            transfer_id=params.transfer_id,
+            request_id=request_id,
+            attempt=params.attempt,
+            peer_incarnation=params.peer_incarnation,
+            peer_addresses=params.peer_addresses,
+            first_block=first,
+            block_ids=tuple(block_ids[first:end]),
+            prompt_tokens=reservation.prompt_tokens,
+            prompt_hash=reservation.prompt_hash,
+        ))  # fmt: skip
+
+    def declined(self, request_id: str, reason: str) -> None:
+        """The engine computes this prompt itself: the prefill node need not keep it."""
+        reservation = self._reservations.get(request_id)
+        if reservation is None or reservation.state is not ReservationState.ARRIVED:
+            return
+        reservation.state = ReservationState.SETTLED
+        params = reservation.params
+        self._declines.append(
+            Decline(params.transfer_id, params.attempt, params.peer_addresses, reason)
+        )
+
+    def settled(self, request_ids: Iterable[str]) -> None:
+        """The workers have reported these as received, with or without their pages."""
+        for request_id in request_ids:
+            reservation = self._reservations.get(request_id)
+            if reservation is not None:
+                reservation.state = ReservationState.SETTLED
+
+    def finished(self, request_id: str) -> None:
+        """The engine is done with the request, whatever its state."""
+        reservation = self._reservations.get(request_id)
+        if reservation is None:
+            return
+        if reservation.state is ReservationState.RESERVED:
+            self._cancels.append((request_id, "the request was aborted on the decode node"))
+        elif reservation.state is ReservationState.ARRIVED:
+            self.declined(request_id, "the request was aborted on the decode node")
+        del self._reservations[request_id]
+        self._transfers.discard(reservation.params.transfer_id)
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose pages are reserved and have not landed."""
+        return sum(
+            r.state is ReservationState.RESERVED for r in self._reservations.values()
+        )
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the workers must be told something before anything else happens."""
+        return bool(self._receives or self._cancels or self._declines)
+
+    def take_orders(
+        self,
+    ) -> tuple[tuple[BeginReceive, ...], tuple[tuple[str, str], ...], tuple[Decline, ...]]:
+        """(receives, cancels, declines) since the last call."""
+        taken = (tuple(self._receives), tuple(self._cancels), tuple(self._declines))
+        self._receives.clear()
+        self._cancels.clear()
+        self._declines.clear()
+        return taken

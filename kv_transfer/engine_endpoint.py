@@ -1,0 +1,219 @@
+"""The authenticated loopback endpoint through which the agent talks to an engine's connector.
+
+Server: a thread beside the engine's scheduler. It answers questions from facts that the scheduler thread publishes and queues
+orders that the scheduler takes into its next step. Client: asyncio, used by the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from splitserve.kv_transfer.channel import dial, listen
+
+logger = logging.getLogger(__name__)
+
+ORDER_LIMIT = 10_000
+ANSWER_DEADLINE_S = 5.0
+START_DEADLINE_S = 10.0
+POLL_MS = 200
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
+    """What does not change while the engine lives."""
+
+    incarnation: str
+    fingerprint: dict[str, str]
+    control_addresses: tuple[str, ...]
+    block_tokens: int
+    total_blocks: int
+    max_model_len: int
+    tensor_parallel: int
+    transport: str
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """What the scheduler last published."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    open_transfers: int = 0
+    leased_blocks: int = 0
+    counters: dict[str, float] = {}
+
+
+class AskDescription(msgspec.Struct, frozen=True, tag="ask_description"):
+    """Answered with ``EngineDescription``."""
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
+    """Answered with ``EngineStatus``."""
+
+
+class GiveUpTransfer(msgspec.Struct, frozen=True, tag="give_up_transfer"):
+    """The other leg of this transfer will not come; answered with ``Accepted``."""
+
+    transfer_id: str
+    reason: str
+
+
+class PeerIsDead(msgspec.Struct, frozen=True, tag="peer_is_dead"):
+    """The processes of this incarnation are proven gone; answered with ``Accepted``."""
+
+    incarnation: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The order is queued for the next step."""
+
+
+Question = AskDescription | AskStatus | GiveUpTransfer | PeerIsDead
+Answer = EngineDescription | EngineStatus | Accepted
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_question = msgspec.msgpack.Decoder(Question).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class EngineEndpoint:
+    """Server side. ``status`` is called in the endpoint's thread and must only read what is safe to read there."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        description: EngineDescription,
+        status: Callable[[], EngineStatus],
+    ) -> None:
+        self._address = address
+        self._secret = secret
+        self._description = description
+        self._status = status
+        self._orders: deque[GiveUpTransfer | PeerIsDead] = deque(maxlen=ORDER_LIMIT)
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        self._failure: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="splitserve-endpoint", daemon=True)
+
+    def start(self) -> None:
+        """Listen. Raises ``OSError`` when the address is taken."""
+        self._thread.start()
+        if not self._started.wait(START_DEADLINE_S):
+            raise OSError(f"the engine endpoint did not start in {START_DEADLINE_S:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the engine should take a step to carry out an order."""
+        return bool(self._orders)
+
+    def take_orders(self) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+        """((transfer id, reason) given up, incarnations proven dead) since the last call."""
+        given_up: list[tuple[str, str]] = []
+        dead: list[str] = []
+        while self._orders:
+            order = self._orders.popleft()
+            if isinstance(order, GiveUpTransfer):
+                given_up.append((order.transfer_id, order.reason))
+            else:
+                dead.append(order.incarnation)
+        return tuple(given_up), tuple(dead)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * POLL_MS / 1000 + 1)
+
+    def _run(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            try:
+                router = listen(context, self._address, self._secret)
+            except OSError as error:
+                self._failure = error
+                return
+            finally:
+                self._started.set()
+            while not self._stopping.is_set():
+                if router.poll(POLL_MS):
+                    self._answer(router)
+        finally:
+            context.destroy(0)
+
+    def _answer(self, router: zmq.Socket[Any]) -> None:
+        frames = router.recv_multipart()
+        try:
+            identity, number, payload = frames
+            question = _decode_question(payload)
+        except (ValueError, msgspec.DecodeError) as error:
+            logger.warning("dropped a question that cannot be read: %s", error)
+            return
+        answer: Answer
+        match question:
+            case AskDescription():
+                answer = self._description
+            case AskStatus():
+                answer = self._status()
+            case _:
+                self._orders.append(question)
+                answer = Accepted()
+        try:
+            router.send_multipart([identity, number, _encode(answer)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.info("could not answer the agent: %s", error)
+
+
+class EngineEndpointClient:
+    """Asyncio client of one engine's endpoint. Every call raises ``TimeoutError`` after ``ANSWER_DEADLINE_S``."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = dial(self._context, address, secret)  # type: ignore[assignment]
+        self._lock = asyncio.Lock()
+        self._number = 0
+
+    async def describe(self) -> EngineDescription:
+        """What the engine is."""
+        answer = await self._ask(AskDescription())
+        assert isinstance(answer, EngineDescription)
+        return answer
+
+    async def status(self) -> EngineStatus:
+        """How the engine is."""
+        answer = await self._ask(AskStatus())
+        assert isinstance(answer, EngineStatus)
+        return answer
+
+    async def fail_transfer(self, transfer_id: str, reason: str) -> None:
+        """Tell either side of a transfer that the other leg will not come."""
+        await self._ask(GiveUpTransfer(transfer_id, reason))
+
+    async def peer_died(self, incarnation: str) -> None:
+        """Tell the engine that a peer's processes are proven gone."""
+        await self._ask(PeerIsDead(incarnation))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._context.destroy(0)
+
+    async def _ask(self, question: Question) -> Answer:
+        async with self._lock, asyncio.timeout(ANSWER_DEADLINE_S):
+            self._number += 1
+            number = self._number.to_bytes(8, "little")
+            await self._socket.send_multipart([number, _encode(question)])
+            while True:
+                answered, payload = await self._socket.recv_multipart()
+                if answered == number:
+                    return _decode_answer(payload)

@@ -1,0 +1,363 @@
+"""The prefill role of a transfer thread: who may write to whom, and carrying out what the ``SendBook`` orders.
+
+Owns the listening control socket and, per decode rank that introduced itself, a connection of the transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from splitserve.kv_transfer import messages
+from splitserve.kv_transfer.channel import is_mac, listen
+from splitserve.kv_transfer.fingerprint import differences
+from splitserve.kv_transfer.layout import LayoutMismatchError, check_compatible, pair, shares_heads
+from splitserve.kv_transfer.process_identity import watch
+from splitserve.kv_transfer.session_send import Release, Say, SendBook, SendEffect, SendSession, Write
+from splitserve.kv_transfer.transports.base import (
+    PeerLost,
+    Transport,
+    TransportError,
+    TransportEvent,
+    WriteDone,
+)
+
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.orders import StepOrders
+    from splitserve.kv_transfer.settings import TransferSettings
+    from splitserve.kv_transfer.transfer_log import TransferLog
+
+logger = logging.getLogger(__name__)
+
+HELLO_PURPOSE = "transfer hello"
+
+
+@dataclass
+class Downstream:
+    """A decode rank that may be written to."""
+
+    peer: str
+    identity: bytes
+    """Routing id of its current connection."""
+    page_bytes: int
+    """What one page write to it moves; 0 when no head is shared."""
+    blocks: int
+    """Blocks of its KV memory."""
+    pidfd: int | None
+    last_heard: float
+
+
+class SendingSide:
+    """Prefill role of one rank. Every method runs in the transfer thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        settings: TransferSettings,
+        introduction: messages.Introduction,
+        transport: Transport,
+        log: TransferLog,
+    ) -> None:
+        self._settings = settings
+        self._own = introduction
+        self._layout = introduction.layout
+        self._transport = transport
+        self._log = log
+        self.socket = listen(context, settings.control_address, settings.secret)
+        self.book = SendBook(
+            layers=self._layout.layers,
+            stream_min_bytes=settings.stream_min_bytes,
+            write_limit_bytes=settings.write_limit_bytes,
+            lease_s=settings.lease_s,
+        )
+        self.released: list[str] = []
+        """Request ids to report as sent; emptied by the thread."""
+        self._peers: dict[str, Downstream] = {}
+        self._peer_of_identity: dict[bytes, str] = {}
+        self._writes: dict[int, tuple[str, str]] = {}
+        self._times: dict[str, dict[str, float]] = {}
+        self._step: StepOrders | None = None
+
+    # -- the engine's steps --------------------------------------------------------------------
+
+    def begin_step(self, orders: StepOrders, now: float) -> None:
+        """Take up what the step opens, closes and will compute."""
+        for request_id in orders.preempted:
+            self._stop_reading(request_id)
+        for opened in orders.opens:
+            self._times[opened.transfer_id] = {"opened": now}
+            self._apply(self.book.open(
+                opened.transfer_id,
+                opened.request_id,
+                prompt_tokens=opened.prompt_tokens,
+                prompt_hash=opened.prompt_hash,
+                total_blocks=opened.total_blocks,
+            ))  # fmt: skip
+        for item in orders.progress:
+            self.book.blocks_known(item.transfer_id, list(item.source_blocks))
+            for layer in range(self._layout.layers):
+                self.book.blocks_final(item.transfer_id, layer, item.final_before)
+        self._step = orders
+        for transfer_id, reason in orders.given_up:
+            self._apply(self.book.abandon(transfer_id, reason))
+        for closed in orders.closes:
+            self._apply(self.book.close(closed.request_id, aborted=closed.aborted, now=now))
+
+    def layer_done(self, layer: int, at: float) -> None:
+        """The step's forward pass has left ``layer`` (and whatever wrote its pages has completed)."""
+        for item in self._step.progress if self._step else ():
+            self.book.blocks_final(item.transfer_id, layer, item.final_after)
+            if layer == self._layout.layers - 1 and item.transfer_id in self._times:
+                self._times[item.transfer_id]["last_layer"] = at
+
+    def end_step(self) -> None:
+        """The forward pass is over: layers whose hook did not fire are final too."""
+        for item in self._step.progress if self._step else ():
+            for layer in range(self._layout.layers):
+                self.book.blocks_final(item.transfer_id, layer, item.final_after)
+        self._step = None
+
+    def post_due(self) -> None:
+        """Hand what is due to the transport."""
+        self._apply(self.book.due_writes(flush=self._step is None))
+
+    # -- peers ---------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        """Read every message that has arrived."""
+        while True:
+            try:
+                identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                logger.warning("dropped a control message that is not one frame")
+                continue
+            self._receive_one(identity, payload)
+
+    def _receive_one(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = messages.decode_from_decode(payload)
+        except msgspec.DecodeError as error:
+            logger.warning("dropped a control message that cannot be read: %s", error)
+            return
+        now = monotonic()
+        if isinstance(message, messages.Hello):
+            self._greet(identity, message, now)
+            return
+        peer = self._peer_of_identity.get(identity)
+        if peer is None:
+            logger.info("dropped %s from a connection without a hello", type(message).__name__)
+            return
+        downstream = self._peers[peer]
+        downstream.last_heard = now
+        match message:
+            case messages.Grant():
+                if not _fits(message, downstream):
+                    logger.warning("dropped a grant of %s that names blocks it has not got", peer)
+                    return
+                self._apply(self.book.granted(peer, message, downstream.page_bytes, now))
+                if message.transfer_id in self._times:
+                    self._times[message.transfer_id].setdefault("granted", now)
+            case messages.Cancel():
+                self._apply(
+                    self.book.cancelled(peer, message.transfer_id, message.attempt, message.reason)
+                )
+            case messages.Landed():
+                self._apply(self.book.landed(peer, message.transfer_id, message.attempt))
+            case messages.Ping():
+                self._say(peer, messages.Pong())
+
+    def _greet(self, identity: bytes, hello: messages.Hello, now: float) -> None:
+        peer = f"{hello.incarnation}/{hello.rank}"
+        if not is_mac(hello.mac, self._settings.secret, HELLO_PURPOSE, peer.encode()):
+            logger.warning("dropped a hello whose MAC was not made with this cluster's secret")
+            return
+        try:
+            downstream = self._peers.get(peer) or self._connect(peer, hello, now)
+        except (TransportError, LayoutMismatchError, ProcessLookupError) as error:
+            logger.warning("turned away %s: %s", peer, error)
+            self._send(identity, messages.TurnedAway(reason=str(error)))
+            return
+        self._peer_of_identity.pop(downstream.identity, None)
+        downstream.identity, downstream.last_heard = identity, now
+        self._peers[peer] = downstream
+        self._peer_of_identity[identity] = peer
+        fields = {name: getattr(self._own, name) for name in self._own.__struct_fields__}
+        self._say(peer, messages.Welcome(**fields))
+
+    def _connect(self, peer: str, hello: messages.Hello, now: float) -> Downstream:
+        found = differences(self._own.fingerprint, hello.fingerprint)
+        if found:
+            raise LayoutMismatchError("the engines differ: " + "; ".join(found))
+        if hello.transport != self._own.transport:
+            raise LayoutMismatchError(
+                f"transport: {self._own.transport} here, {hello.transport} at the peer"
+            )
+        check_compatible(self._layout, hello.layout)
+        page_bytes = 0
+        if shares_heads(self._layout, hello.layout):
+            pairing = pair(self._layout, hello.layout)
+            self._transport.connect(peer, hello.description, pairing)
+            page_bytes = pairing.page_bytes
+        logger.info("decode rank %s can be written to by %s", peer, self._own.transport)
+        return Downstream(
+            peer, b"", page_bytes, hello.layout.num_blocks, watch(hello.process), now
+        )
+
+    def pidfds(self) -> list[int]:
+        """Descriptors that become readable when a peer's process is gone."""
+        return [peer.pidfd for peer in self._peers.values() if peer.pidfd is not None]
+
+    def process_gone(self, pidfd: int) -> None:
+        """The process behind a pidfd has ended."""
+        for peer in [p for p in self._peers.values() if p.pidfd == pidfd]:
+            self._lose(peer.peer, "the decode engine's process is gone")
+
+    def incarnation_gone(self, incarnation: str) -> None:
+        """An engine is proven dead."""
+        for name in [p for p in self._peers if p.rsplit("/", 1)[0] == incarnation]:
+            self._lose(name, "the decode engine is gone")
+
+    def _lose(self, peer: str, reason: str) -> None:
+        downstream = self._peers.pop(peer, None)
+        if downstream is None:
+            return
+        logger.info("lost decode rank %s: %s", peer, reason)
+        self._peer_of_identity.pop(downstream.identity, None)
+        if downstream.pidfd is not None:
+            os.close(downstream.pidfd)
+        self._transport.disconnect(peer)
+        self.transport_events(self._transport.poll())
+        self._apply(self.book.peer_lost(peer, reason))
+
+    # -- the transport -------------------------------------------------------------------------
+
+    def transport_events(self, events: list[TransportEvent]) -> None:
+        """Take up what the transport reported."""
+        for event in events:
+            if isinstance(event, PeerLost):
+                self._lose(event.peer, event.reason)
+                continue
+            transfer_id, peer = self._writes.pop(event.write_id)
+            error = None if isinstance(event, WriteDone) else event.reason
+            if error is not None:
+                logger.warning("transfer %s: a write to %s failed: %s", transfer_id, peer, error)
+            self._apply(self.book.write_ended(transfer_id, peer, event.write_id, error))
+
+    @property
+    def has_open_writes(self) -> bool:
+        """Whether the transport still works on a write."""
+        return bool(self._writes)
+
+    def tick(self, now: float) -> None:
+        """Carry out what time alone brings."""
+        self._apply(self.book.expire(now))
+        silent = now - self._settings.peer_silence_s
+        for peer in [p.peer for p in self._peers.values() if p.last_heard < silent]:
+            self._lose(peer, f"silent for {self._settings.peer_silence_s:g} s")
+
+    def close(self) -> None:
+        """Close the socket and the pidfds; the transport is closed by its owner."""
+        for downstream in self._peers.values():
+            if downstream.pidfd is not None:
+                os.close(downstream.pidfd)
+        self._peers.clear()
+        self.socket.close(0)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _stop_reading(self, request_id: str) -> None:
+        """After this, no open write reads the request's blocks: it may be long, it may not fail."""
+        session = self.book.preempted(request_id)
+        if session is None:
+            return
+        until = monotonic() + self._settings.preemption_fence_s
+        while any(sink.open_writes for sink in session.sinks.values()):
+            self.transport_events(self._transport.poll())
+            if monotonic() > until:
+                for peer in [p for p, sink in session.sinks.items() if sink.open_writes]:
+                    self._lose(peer, "a write did not end when its source was preempted")
+                return
+
+    def _apply(self, effects: list[SendEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Say():
+                    self._say(effect.peer, effect.message)
+                case Write():
+                    self._post(effect)
+                case Release():
+                    self.released.append(effect.request_id)
+                    self._times.pop(effect.transfer_id, None)
+
+    def _post(self, write: Write) -> None:
+        session = self.book.session(write.transfer_id)
+        assert session is not None, f"a write is due for the ended transfer {write.transfer_id}"
+        sink = session.sinks[write.peer]
+        skipped = sink.grant.first_block
+        remote_blocks = self._peers[write.peer].blocks
+        local = np.concatenate([
+            np.asarray(session.source_blocks[first:end], dtype=np.int64) + layer * self._layout.num_blocks
+            for layer, first, end in write.spans
+        ])  # fmt: skip
+        remote = np.concatenate([
+            np.asarray(sink.grant.block_ids[first - skipped : end - skipped], dtype=np.int64)
+            + layer * remote_blocks
+            for layer, first, end in write.spans
+        ])  # fmt: skip
+        self._times[write.transfer_id].setdefault("first_write", monotonic())
+        write_id = self._transport.write(write.peer, write.tag, local, remote)
+        self._writes[write_id] = (write.transfer_id, write.peer)
+        self.book.write_posted(write, write_id, len(local))
+
+    def _say(self, peer: str, message: messages.FromPrefill) -> None:
+        downstream = self._peers.get(peer)
+        if downstream is None:
+            return
+        if isinstance(message, messages.Delivered | messages.Fenced):
+            self._record(peer, message)
+        self._send(downstream.identity, message)
+
+    def _send(self, identity: bytes, message: messages.FromPrefill) -> None:
+        try:
+            self.socket.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # The connection is gone or full; the peer asks again, or its loss is noticed.
+            logger.info("could not send %s: %s", type(message).__name__, error)
+
+    def _record(self, peer: str, message: messages.Delivered | messages.Fenced) -> None:
+        if not self._log.is_on:
+            return
+        session: SendSession | None = self.book.session(message.transfer_id)
+        self._log.record(
+            "send",
+            transfer_id=message.transfer_id,
+            attempt=message.attempt,
+            peer=peer,
+            prompt_tokens=session.prompt_tokens if session else None,
+            first_block=session.sinks[peer].grant.first_block
+            if session and peer in session.sinks
+            else None,
+            outcome="delivered" if isinstance(message, messages.Delivered) else message.reason,
+            pages=getattr(message, "pages", None),
+            bytes=getattr(message, "bytes", None),
+            ended=monotonic(),
+            **self._times.get(message.transfer_id, {}),
+        )
+
+
+def _fits(grant: messages.Grant, downstream: Downstream) -> bool:
+    """Whether a grant names blocks that the peer has (block 0 is the engine's null block)."""
+    return (
+        downstream.page_bytes > 0
+        and grant.first_block >= 0
+        and all(0 < block < downstream.blocks for block in grant.block_ids)
+    )

@@ -1,0 +1,397 @@
+"""The process beside one engine: starts it, watches it, reports it to the router, obeys the router,
+restarts it.
+
+Each start of the engine is a *life* with an incarnation id of its own. A life ends when every
+process of the engine is proven gone; only then is ``EngineDied`` sent and only then can the next
+life begin. An engine that never became ready is not started again (its configuration is wrong, and
+trying again would hide it); one that was ready is, with a growing delay and a bound.
+
+The agent is not in the data path: when it dies its guard ends the engine, and whoever started the
+agent starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
+from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
+from splitserve.orchestrator.agent.link import RouterLink
+from splitserve.orchestrator.agent.messages import (
+    AgentHello,
+    Drain,
+    EngineDied,
+    FailTransfer,
+    LoadingProgress,
+    NodeDescription,
+    NodeState,
+    PeerDied,
+    RefuseNode,
+    SetRole,
+    ToAgent,
+    Welcome,
+)
+from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV
+from splitserve.orchestrator.agent.readiness import (
+    Endpoint,
+    WrongEngineError,
+    wait_until_ready,
+)
+from splitserve.orchestrator.agent.restart_budget import RestartBudget
+from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
+from splitserve.orchestrator.engines.command import engine_command, secret_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+
+_log = logging.getLogger(__name__)
+
+STATE_INTERVAL_S = 0.5
+_ENDPOINT_TIMEOUT_S = 2.0
+_FLUSH_S = 1.0
+
+EXIT_STOPPED = 0
+"""Asked to stop, or drained."""
+EXIT_ENGINE_FAILED = 3
+"""The engine never became ready, or died too often: starting the agent again would not help."""
+
+
+@dataclass
+class Life:
+    """One start of the engine."""
+
+    incarnation: str
+    api_key: str
+    started: float
+    engine: EngineProcess
+    endpoint: Endpoint | None = None
+    was_ready: bool = False
+    last_answer: float = field(default_factory=time.monotonic)
+
+
+class Agent:
+    """Runs one node until it is stopped, drained, or its engine has failed for good."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        node: NodeConfig,
+        *,
+        model: str,
+        secret: bytes,
+        router_url: str,
+        run_dir: Path,
+        log_dir: Path,
+        connect_endpoint: Callable[[str, bytes], Endpoint],
+    ) -> None:
+        self.node = node
+        self.role = node.pool
+        self.phase = "loading"
+        self._config = config
+        self._model = model
+        self._secret = secret
+        self._run_dir = run_dir
+        self._log_path = log_dir / f"{node.name}.log"
+        self._connect_endpoint = connect_endpoint
+        self._link = RouterLink(router_url, secret, self._on_message)
+        self._budget = RestartBudget.of(config.supervision)
+        self._restarts = 0
+        self._life: Life | None = None
+        self._refused = ""
+        self._died: EngineDied | None = None
+        self._stop = asyncio.Event()
+        self._drain_deadline: float | None = None
+
+    def stop(self) -> None:
+        """Begin to stop: the engine gets ``stop_timeout_s`` to end."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Returns an exit status when the node has ended; nothing of the engine lives then."""
+        link = asyncio.create_task(self._link.run())
+        try:
+            self._report_previous_life()
+            while True:
+                ready_once = await self._live()
+                if self._stop.is_set():
+                    return EXIT_STOPPED
+                delay = self._budget.take(time.monotonic()) if ready_once else None
+                if delay is None:
+                    self._set_phase("failed")
+                    return EXIT_ENGINE_FAILED
+                _log.warning("engine of %s restarts in %.0f s", self.node.name, delay)
+                self._restarts += 1
+                await self._sleep(delay)
+                if self._stop.is_set():
+                    return EXIT_STOPPED
+        finally:
+            await self._end(link)
+
+    async def _live(self) -> bool:
+        """One life, until nothing of its engine is left; whether it was ready."""
+        life = self._start_engine()
+        self._life = life
+        self._set_phase("loading")
+        watch = asyncio.create_task(self._watch(life))
+        gone = asyncio.create_task(life.engine.gone())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((watch, gone, stop), return_when=asyncio.FIRST_COMPLETED)
+        verdict = ""
+        if watch.done() and not watch.cancelled():
+            verdict = self._verdict_of(watch)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        if not gone.done():
+            await life.engine.stop(self._config.supervision.stop_timeout_s)
+        exit_status = await gone
+        stop.cancel()
+        self._bury(life, exit_status, verdict)
+        return life.was_ready
+
+    def _verdict_of(self, watch: asyncio.Task[str]) -> str:
+        """Why watching ended before the engine did."""
+        error = watch.exception()
+        if error is not None:
+            _log.error("watching the engine failed", exc_info=error)
+            return f"the agent could not watch its engine: {error}"
+        return watch.result()
+
+    def _start_engine(self) -> Life:
+        incarnation = f"{self.node.name}-{secrets.token_hex(6)}"
+        api_key = secrets.token_urlsafe(24)
+        command = engine_command(self._config, self.node, self._model, incarnation)
+        log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
+        log.note(f"start of {incarnation}: {' '.join(command.argv)}")
+        self._incarnation_path().write_text(incarnation)
+        environ = clean_environment({NODE_MARKER_ENV: self.node.name})
+        environ |= secret_environment(self._secret, api_key)
+        engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
+        return Life(incarnation, api_key, time.monotonic(), engine)
+
+    async def _watch(self, life: Life) -> str:
+        """Wait for readiness, then report state twice a second. Returns why the engine must be
+        ended; "" when asked to stop.
+        """
+        limit = self.node.settings.startup_timeout_s
+        progress = asyncio.create_task(self._report_progress())
+        try:
+            async with asyncio.timeout(limit):
+                life.endpoint, description = await wait_until_ready(
+                    self.node.engine_url,
+                    lambda: self._connect_endpoint(self.node.endpoint_address, self._secret),
+                    life.incarnation,
+                )
+        except TimeoutError:
+            return f"not ready within startup_timeout_s = {limit:.0f} s"
+        except WrongEngineError as error:
+            return str(error)
+        finally:
+            progress.cancel()
+        life.was_ready = True
+        self._link.hello(AgentHello(description=self._describe(life, description), role=self.role))
+        self._set_phase("ready")
+        try:
+            return await self._report_states(life, life.endpoint)
+        finally:
+            life.endpoint.close()
+
+    async def _report_progress(self) -> None:
+        while True:
+            self._on_stage()
+            await asyncio.sleep(STATE_INTERVAL_S)
+
+    async def _report_states(self, life: Life, endpoint: Endpoint) -> str:
+        silence_limit = self._config.supervision.engine_silence_limit_s
+        life.last_answer = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(_ENDPOINT_TIMEOUT_S):
+                    status = await endpoint.status()
+            except (OSError, TimeoutError):
+                if time.monotonic() - life.last_answer > silence_limit:
+                    return (
+                        "its endpoint was silent for engine_silence_limit_s = "
+                        f"{silence_limit:.0f} s"
+                    )
+            else:
+                life.last_answer = time.monotonic()
+                self._report(status)
+                if self._has_drained(status):
+                    self._stop.set()
+                    return ""
+            await asyncio.sleep(STATE_INTERVAL_S)
+
+    def _has_drained(self, status: EngineStatus) -> bool:
+        if self._drain_deadline is None:
+            return False
+        owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
+        return owed == 0 or time.monotonic() > self._drain_deadline
+
+    def _describe(self, life: Life, description: EngineDescription) -> NodeDescription:
+        return NodeDescription(
+            node=self.node.name,
+            pool=self.node.pool,
+            incarnation=life.incarnation,
+            engine_url=self.node.engine_url,
+            engine_api_key=life.api_key,
+            control_addresses=tuple(description.control_addresses),
+            model=self._config.model.name,
+            max_model_len=description.max_model_len,
+            block_tokens=description.block_tokens,
+            total_blocks=description.total_blocks,
+            tensor_parallel=description.tensor_parallel,
+            transport=description.transport,
+            fingerprint=dict(description.fingerprint),
+        )
+
+    def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
+        """Nothing of this life is left: say so."""
+        self._life = None
+        self._link.hello(None)
+        self._incarnation_path().unlink(missing_ok=True)
+        lines = tuple(life.engine.log.last_lines)
+        cause = verdict or likely_cause(lines, exit_status)
+        if self._stop.is_set() and not verdict:
+            cause = "stopped"
+        self._died = EngineDied(
+            node=self.node.name,
+            incarnation=life.incarnation,
+            exit_status=exit_status,
+            likely_cause=cause,
+            last_lines=lines,
+        )
+        self._link.died(self._died)
+        self._set_phase("dead", life)
+
+    def _report_previous_life(self) -> None:
+        """An agent that died took its engine with it; say so for the incarnation it had noted."""
+        path = self._incarnation_path()
+        if not path.exists():
+            return
+        self._link.died(
+            EngineDied(
+                node=self.node.name,
+                incarnation=path.read_text().strip(),
+                exit_status=137,
+                likely_cause="its agent died, and the engine with it",
+                last_lines=(),
+            )
+        )
+        path.unlink()
+
+    async def _on_message(self, message: ToAgent) -> None:
+        """Obey the router."""
+        endpoint = self._life.endpoint if self._life is not None else None
+        match message:
+            case Welcome():
+                self._refused = ""
+            case RefuseNode(reason=reason):
+                self._refused = reason
+                _log.error("the router will not use %s: %s", self.node.name, reason)
+            case SetRole(role=role):
+                self.role = role
+            case Drain(deadline_s=deadline_s):
+                self._drain_deadline = time.monotonic() + deadline_s
+                self._set_phase("draining")
+            case FailTransfer(transfer_id=transfer_id, reason=reason) if endpoint is not None:
+                await self._relay(endpoint.fail_transfer(transfer_id, reason), message)
+            case PeerDied(incarnation=incarnation) if endpoint is not None:
+                await self._relay(endpoint.peer_died(incarnation), message)
+            case _:
+                _log.debug("nothing to do for %r: no engine is ready", message)
+
+    async def _relay(self, call: Awaitable[None], message: ToAgent) -> None:
+        try:
+            async with asyncio.timeout(_ENDPOINT_TIMEOUT_S):
+                await call
+        except (OSError, TimeoutError) as error:
+            _log.warning("the engine did not take %r: %r", message, error)
+
+    def _set_phase(self, phase: str, life: Life | None = None) -> None:
+        self.phase = phase
+        self._report(None, life)
+
+    def _on_stage(self) -> None:
+        life = self._life
+        if life is None or life.was_ready:
+            return
+        elapsed = time.monotonic() - life.started
+        self._link.fresh(
+            LoadingProgress(node=self.node.name, stage=life.engine.log.stage, elapsed_s=elapsed)
+        )
+        self._write_status(None, life)
+
+    def _report(self, status: EngineStatus | None, life: Life | None = None) -> None:
+        """Send and write the state of ``life`` (default: the one that runs)."""
+        life = life or self._life
+        self._write_status(status, life)
+        if life is None:
+            return
+        state = NodeState(node=self.node.name, incarnation=life.incarnation, phase=self.phase)
+        if status is not None:
+            state = NodeState(
+                node=self.node.name,
+                incarnation=life.incarnation,
+                phase=self.phase,
+                running=status.running,
+                waiting=status.waiting,
+                free_blocks=status.free_blocks,
+                total_blocks=status.total_blocks,
+                open_transfers=status.open_transfers,
+                leased_blocks=status.leased_blocks,
+                counters=dict(status.counters),
+            )
+        self._link.fresh(state)
+
+    def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
+        died = self._died if self.phase in ("dead", "failed") else None
+        write_status(
+            self._run_dir,
+            NodeStatus(
+                node=self.node.name,
+                phase=self.phase,
+                role=self.role,
+                stage=life.engine.log.stage if life is not None else "",
+                elapsed_s=round(time.monotonic() - life.started, 1) if life is not None else 0.0,
+                incarnation=life.incarnation if life is not None else "",
+                agent_pid=os.getpid(),
+                engine_url=self.node.engine_url,
+                log_path=str(self._log_path),
+                restarts=self._restarts,
+                router_connected=self._link.connected,
+                refused=self._refused,
+                running=status.running if status is not None else 0,
+                waiting=status.waiting if status is not None else 0,
+                free_blocks=status.free_blocks if status is not None else 0,
+                total_blocks=status.total_blocks if status is not None else 0,
+                exit_status=died.exit_status if died is not None else None,
+                likely_cause=died.likely_cause if died is not None else "",
+                last_lines=died.last_lines if died is not None else (),
+            ),
+        )
+
+    def _incarnation_path(self) -> Path:
+        return self._run_dir / f"{self.node.name}.incarnation"
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return
+
+    async def _end(self, link: asyncio.Task[None]) -> None:
+        """Give the last reports a moment to leave, then close the link."""
+        await self._link.flush(_FLUSH_S)
+        link.cancel()
+        await asyncio.gather(link, return_exceptions=True)

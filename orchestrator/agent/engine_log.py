@@ -1,0 +1,164 @@
+"""What an engine prints: kept in a bounded file, its last lines in memory, its loading stage and
+the likely cause of its end read from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+LOG_LIMIT_BYTES = 32 * 2**20
+"""A log file that reaches this size becomes ``NAME.1`` (replacing the last one) and a new one is
+begun.
+"""
+LAST_LINES = 40
+LINE_LIMIT_CHARACTERS = 2000
+
+STAGES = (
+    (re.compile(r"Starting to load model"), "loading weights"),
+    (re.compile(r"Loading .*checkpoint shards:\s*(\d+)%"), "loading weights"),
+    (re.compile(r"Loading weights took|Model loading took"), "kv cache"),
+    (re.compile(r"KV cache size|CPU blocks|kv cache|Registering KV"), "kv cache"),
+    (re.compile(r"Warming up model|Capturing CUDA graph|torch\.compile takes"), "warm-up"),
+    (
+        re.compile(r"init engine \(|Starting vLLM API server|Started server process"),
+        "starting server",
+    ),
+)
+"""First match wins; an engine passes them in this order."""
+
+CAUSES = (
+    (
+        re.compile(r"[Aa]ddress already in use|Errno 98|EADDRINUSE"),
+        "a port is in use; set `port_base` and `transfer.port_base` to 0 or to free ports",
+    ),
+    (
+        re.compile(r"out of memory|MemoryError|[Cc]annot allocate memory|DefaultCPUAllocator"),
+        "out of memory; lower `kv_cache_bytes` or `engine_args.max_model_len`",
+    ),
+    (
+        re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)"),
+        "a Python package is missing or broken ({0}); install the engine into this environment",
+    ),
+    (
+        re.compile(r"unrecognized arguments: (.*)|argument (--\S+): (?:invalid|expected)"),
+        "the engine does not accept {0}; correct `engine_args`",
+    ),
+    (
+        re.compile(
+            r"Repository Not Found|is not a local folder|does not appear to have a file named|"
+            r"No such file or directory: '[^']*config\.json|"
+            r"Cannot find any model weights|LocalEntryNotFound"
+        ),
+        "the model is missing or incomplete; check `model.path` or run `splitserve model prepare`",
+    ),
+    (
+        re.compile(
+            r"max_model_len|max seq len .* larger than|No available memory for the cache blocks"
+        ),
+        "`engine_args.max_model_len` does not fit; lower it or raise `kv_cache_bytes`",
+    ),
+    (
+        re.compile(
+            r"dtype .*(?:not supported|unsupported)|"
+            r"(?:bfloat16|float16|half) .*not (?:supported|implemented)"
+        ),
+        "this machine cannot compute in that type; set `engine_args.dtype: float32` in both pools",
+    ),
+    (
+        re.compile(r"TransportError: (.*)"),
+        "the transport cannot be used here: {0}",
+    ),
+)
+"""Searched from the last line upwards, in this order."""
+
+
+class EngineLog:
+    """Takes the engine's output as bytes. ``hide`` are strings that never reach the file (secrets
+    the engine might print).
+    """
+
+    def __init__(self, path: Path, hide: Sequence[str] = ()) -> None:
+        self.path = path
+        self.stage = "starting"
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._hide = [secret for secret in hide if secret]
+        self._rest = b""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def feed(self, data: bytes) -> bool:
+        """Take output; True when ``stage`` has changed."""
+        *lines, self._rest = re.split(rb"[\r\n]", self._rest + data)
+        if len(self._rest) > LINE_LIMIT_CHARACTERS:
+            lines.append(self._rest)
+            self._rest = b""
+        before = self.stage
+        for line in lines:
+            self._take(line)
+        self._file.flush()
+        if self._file.tell() > LOG_LIMIT_BYTES:
+            self._rotate()
+        return self.stage != before
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._take(self._rest)
+        self._rest = b""
+        self._file.close()
+
+    def note(self, text: str) -> None:
+        """Add a line of the agent itself."""
+        self._file.write(f"[agent] {text}\n".encode())
+        self._file.flush()
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()[:LINE_LIMIT_CHARACTERS]
+        if not text:
+            return
+        for secret in self._hide:
+            text = text.replace(secret, "(hidden)")
+        self._file.write(text.encode() + b"\n")
+        self.last_lines.append(text)
+        self.stage = stage_after(self.stage, text)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        self._file = self.path.open("ab")
+
+
+def stage_after(stage: str, line: str) -> str:
+    """The loading stage after ``line`` was printed in ``stage``; it never goes back."""
+    order = ["starting", *dict.fromkeys(name for _, name in STAGES)]
+    for pattern, name in STAGES:
+        match = pattern.search(line)
+        if match is None:
+            continue
+        if order.index(name) < order.index(stage.split(" (")[0]):
+            return stage
+        percent = match[1] if match.re.groups and match[1] else None
+        return f"{name} ({percent} %)" if percent else name
+    return stage
+
+
+def likely_cause(lines: Sequence[str], exit_status: int) -> str:
+    """Why an engine ended, in a sentence for people: from its last lines, else from its exit
+    status.
+    """
+    for pattern, cause in CAUSES:
+        for line in reversed(lines):
+            match = pattern.search(line)
+            if match is not None:
+                details = [group for group in match.groups() if group]
+                return cause.format(*details) if details else cause
+    if exit_status == 137:
+        return "killed by SIGKILL: by hand, or by the kernel for lack of memory (see `dmesg`)"
+    if exit_status > 128:
+        return f"ended by signal {exit_status - 128}"
+    return f"ended with status {exit_status}; see its log"

@@ -1,0 +1,169 @@
+"""The agent's end of the WebSocket to the router: reconnects for ever with back-off, never blocks
+the agent, loses no report of a death.
+
+What is sent after a connection is made: the hello of the engine that runs (if one is ready), the
+reports of deaths that no router has taken yet, then states as they come. States and loading
+progress are only worth sending when fresh: they are dropped while there is no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.agent.messages import (
+    AgentHello,
+    EngineDied,
+    FromAgent,
+    LoadingProgress,
+    NodeState,
+    ToAgent,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger(__name__)
+
+PATH = "/internal/agents"
+_RETRY_S = 0.25
+_RETRY_LIMIT_S = 5.0
+_HEARTBEAT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 5.0
+_MESSAGE_LIMIT_BYTES = 2**20
+_DEATHS_LIMIT = 64
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(ToAgent).decode
+
+
+class RouterLink:
+    """One agent's connection to the router. ``on_message`` is awaited for each frame, in order."""
+
+    def __init__(
+        self,
+        router_url: str,
+        secret: bytes,
+        on_message: Callable[[ToAgent], Awaitable[None]],
+    ) -> None:
+        self.connected = False
+        self._url = router_url + PATH
+        self._headers = {"Authorization": f"Bearer {agent_token(secret)}"}
+        self._on_message = on_message
+        self._hello: AgentHello | None = None
+        self._hello_sent = False
+        self._deaths: deque[EngineDied] = deque(maxlen=_DEATHS_LIMIT)
+        self._fresh: NodeState | LoadingProgress | None = None
+        self._wake = asyncio.Event()
+        self._deaths_sent = asyncio.Event()
+        self._deaths_sent.set()
+
+    def hello(self, hello: AgentHello | None) -> None:
+        """The engine that runs now, None when there is none; sent now and after each reconnect."""
+        self._hello = hello
+        self._hello_sent = False
+        self._wake.set()
+
+    def died(self, report: EngineDied) -> None:
+        """An engine's processes are proven gone; kept until a router has it."""
+        self._deaths.append(report)
+        self._deaths_sent.clear()
+        self._wake.set()
+
+    def fresh(self, frame: NodeState | LoadingProgress) -> None:
+        """The newest state; replaces one that has not been sent."""
+        self._fresh = frame
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until every report of a death was sent, at most ``timeout_s`` and only while there
+        is a connection.
+        """
+        if not self.connected:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._deaths_sent.wait()
+
+    async def run(self) -> None:
+        """Keep the connection for ever; ends by cancellation."""
+        delay = _RETRY_S
+        timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    async with session.ws_connect(
+                        self._url,
+                        headers=self._headers,
+                        heartbeat=_HEARTBEAT_S,
+                        max_msg_size=_MESSAGE_LIMIT_BYTES,
+                    ) as socket:
+                        delay = _RETRY_S
+                        await self._serve(socket)
+                except aiohttp.WSServerHandshakeError as error:
+                    _log.warning(
+                        "the router refuses this agent: %s %s", error.status, error.message
+                    )
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    _log.debug("no connection to the router: %r", error)
+                finally:
+                    self.connected = False
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _RETRY_LIMIT_S)
+
+    async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Speak until the connection ends."""
+        self.connected = True
+        self._hello_sent = False
+        self._fresh = None
+        self._wake.set()
+        sender = asyncio.create_task(self._send_all(socket))
+        try:
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    await self._receive(message.data)
+        finally:
+            sender.cancel()
+            with contextlib.suppress(
+                asyncio.CancelledError, aiohttp.ClientError, OSError, TimeoutError
+            ):
+                await sender
+
+    async def _receive(self, text: str) -> None:
+        try:
+            message = _decode(text)
+        except msgspec.DecodeError as error:
+            _log.warning("the router sent a frame that cannot be read: %s", error)
+            return
+        await self._on_message(message)
+
+    async def _send_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._deaths:
+                    await self._send(socket, self._deaths[0])
+                    self._deaths.popleft()
+                self._deaths_sent.set()
+                if self._hello is not None and not self._hello_sent:
+                    self._hello_sent = True
+                    await self._send(socket, self._hello)
+                if self._fresh is not None:
+                    frame, self._fresh = self._fresh, None
+                    await self._send(socket, frame)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            _log.debug("the connection to the router broke while sending: %r", error)
+            await socket.close()
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse, frame: FromAgent) -> None:
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
+            await socket.send_str(_encode(frame).decode())

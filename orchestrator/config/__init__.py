@@ -1,0 +1,65 @@
+"""The cluster YAML: its classes (``schema``), how it is read (``loading``), what it says about
+nodes and secrets.
+
+Most callers need ``load(path_or_name) -> ClusterConfig``, ``load_resolved(path)`` in a process that
+``up`` started, and ``nodes(config)``.
+"""
+
+from splitserve.orchestrator.config.credentials import (
+    SECRET_ENV,
+    cluster_secret,
+    secret_for,
+    tenants_by_key,
+)
+from splitserve.orchestrator.config.errors import ConfigError
+from splitserve.orchestrator.config.loading import (
+    builtin_names,
+    dump_resolved,
+    load,
+    load_resolved,
+    parse,
+)
+from splitserve.orchestrator.config.nodes import NodeConfig, node, nodes, router_url
+from splitserve.orchestrator.config.schema import (
+    ApiKeyConfig,
+    ClusterConfig,
+    ConditionalConfig,
+    EngineArgs,
+    ModelConfig,
+    ObservabilityConfig,
+    PolicyConfig,
+    PoolConfig,
+    RouterConfig,
+    SecurityConfig,
+    SupervisionConfig,
+    TransferConfig,
+)
+
+__all__ = [
+    "SECRET_ENV",
+    "ApiKeyConfig",
+    "ClusterConfig",
+    "ConditionalConfig",
+    "ConfigError",
+    "EngineArgs",
+    "ModelConfig",
+    "NodeConfig",
+    "ObservabilityConfig",
+    "PolicyConfig",
+    "PoolConfig",
+    "RouterConfig",
+    "SecurityConfig",
+    "SupervisionConfig",
+    "TransferConfig",
+    "builtin_names",
+    "cluster_secret",
+    "dump_resolved",
+    "load",
+    "load_resolved",
+    "node",
+    "nodes",
+    "parse",
+    "router_url",
+    "secret_for",
+    "tenants_by_key",
+]

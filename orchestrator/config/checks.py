@@ -1,0 +1,186 @@
+"""What several keys must agree on. Pure: the machine is not asked (that is
+``launch.preflight``).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.config.nodes import POOLS, nodes
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
+
+EQUAL_IN_BOTH_POOLS = ("block_size", "dtype", "kv_cache_dtype")
+OWNED_ENGINE_ARGS = {
+    "model": "set `model.path`",
+    "served_model_name": "set `model.served_name`",
+    "host": "set `prefill.host` or `decode.host`",
+    "port": "set `prefill.port_base` or `decode.port_base`",
+    "api_key": (
+        "the engines get a random key that only the router knows; clients' keys are "
+        "`security.api_keys`"
+    ),
+    "kv_transfer_config": "splitserve's connector is set by `transfer`",
+    "kv_cache_memory_bytes": "set `kv_cache_bytes`",
+    "gpu_memory_utilization": "set `kv_cache_bytes`",
+    "num_gpu_blocks_override": "set `kv_cache_bytes`",
+    "data_parallel_size": "data-parallel engines are not supported; use `replicas`",
+    "pipeline_parallel_size": (
+        "pipeline-parallel engines are not supported yet; use `tensor_parallel_size`"
+    ),
+    "distributed_executor_backend": "splitserve starts and watches the engine's processes itself",
+    "config": "write the engine's options under `engine_args`",
+    "uds": "the router reaches engines over TCP",
+    "ssl_keyfile": "the engines listen on loopback; put TLS in front of the router",
+    "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
+}
+"""Flags that splitserve sets itself, and what to write instead."""
+
+
+def problems_between_keys(config: ClusterConfig) -> list[str]:
+    """One sentence per contradiction, each naming both keys and what to change."""
+    problems = _pool_differences(config)
+    for pool in POOLS:
+        problems += _pool_problems(pool, config.pool(pool), config)
+    if not config.allow_shared_devices:
+        problems += _shared(config, "cpus") + _shared(config, "gpus")
+    problems += _port_overlaps(config)
+    if not is_loopback(config.router.host) and not config.security.api_keys:
+        problems.append(
+            f"router.host: {config.router.host} serves the network without any key; add "
+            "security.api_keys or use 127.0.0.1"
+        )
+    return problems
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _pool_differences(config: ClusterConfig) -> list[str]:
+    problems = []
+    for key in EQUAL_IN_BOTH_POOLS:
+        ours, theirs = (getattr(config.pool(pool).engine_args, key) for pool in POOLS)
+        if ours != theirs:
+            problems.append(
+                f"prefill.engine_args.{key} is {ours} but decode.engine_args.{key} is {theirs}: "
+                "KV pages would not fit; give both pools the same value"
+            )
+    ours, theirs = config.prefill.transfer.transport, config.decode.transfer.transport
+    if ours != theirs:
+        problems.append(
+            f"prefill.transfer.transport is {ours} but decode.transfer.transport is {theirs}: "
+            "both ends must speak the same; give both pools the same value"
+        )
+    return problems
+
+
+def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> list[str]:
+    problems = []
+    ranks = settings.engine_args.tensor_parallel_size
+    for key, lists in (("cpus", settings.cpus), ("gpus", settings.gpus)):
+        if lists is None:
+            continue
+        if len(lists) != settings.replicas:
+            problems.append(
+                f"{pool}.{key}: {len(lists)} lists for {settings.replicas} replicas; give one "
+                "list per replica"
+            )
+        for index, numbers in enumerate(lists):
+            if len(set(numbers)) != len(numbers) or not numbers:
+                problems.append(
+                    f"{pool}.{key}[{index}]: give at least one number, each once (got {numbers})"
+                )
+            elif len(numbers) % ranks:
+                problems.append(
+                    f"{pool}.{key}[{index}]: {len(numbers)} do not split over "
+                    f"tensor_parallel_size {ranks}; "
+                    f"give a multiple of {ranks}"
+                )
+    if settings.gpus is not None and not config.experimental_cuda:
+        problems.append(
+            f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
+            "use `cpus`, or set `experimental_cuda: true` to accept that"
+        )
+    if config.engine == "vllm" and settings.cpus is None and settings.gpus is None:
+        problems.append(
+            f"{pool}.cpus: required; left to themselves all engines bind the same core. Give "
+            "one list per replica, e.g. [[0]]"
+        )
+    if settings.gpus is None and config.engine == "vllm" and settings.engine_args.block_size % 32:
+        problems.append(
+            f"{pool}.engine_args.block_size: {settings.engine_args.block_size} is no multiple "
+            "of 32, which CPU attention needs"
+        )
+    for key in settings.engine_args.passed_on:
+        name = key.replace("-", "_").removeprefix("no_")
+        if name in OWNED_ENGINE_ARGS:
+            problems.append(
+                f"{pool}.engine_args.{key}: set by splitserve; {OWNED_ENGINE_ARGS[name]}"
+            )
+    return problems
+
+
+def _shared(config: ClusterConfig, key: str) -> list[str]:
+    """CPUs or GPUs that two nodes name."""
+    owners: dict[int, list[str]] = {}
+    for node in nodes(config):
+        for number in getattr(node, key) or ():
+            owners.setdefault(number, []).append(node.name)
+    return [
+        f"{key[:-1].upper()} {number} is given to {' and '.join(names)}: they would slow each "
+        "other; "
+        f"give each node its own in prefill.{key} and decode.{key}"
+        " (or set allow_shared_devices: true)"
+        for number, names in sorted(owners.items())
+        if len(set(names)) > 1
+    ]
+
+
+def _port_overlaps(config: ClusterConfig) -> list[str]:
+    uses = fixed_ports(config)
+    count = Counter(port for port, _, _ in uses)
+    problems = []
+    for port in sorted(port for port, times in count.items() if times > 1):
+        names = [use for other, _, use in uses if other == port]
+        problems.append(
+            f"port {port} is used by {' and '.join(names)}; move one of them, or write 0 to "
+            "take free ports"
+        )
+    problems += [
+        f"{use}: port {port} is beyond 65535; lower its port_base"
+        for port, _, use in uses
+        if port > 65535
+    ]
+    return problems
+
+
+def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
+    """(port, host, who uses it) for every port that is not 0."""
+    uses = [(config.router.port, config.router.host, "router.port")]
+    for node in nodes(config):
+        uses.append(
+            (node.http_port, node.settings.host, f"{node.name} HTTP ({node.pool}.port_base)")
+        )
+        uses.append(
+            (node.endpoint_port, "127.0.0.1", f"{node.name} endpoint ({node.pool}.port_base)")
+        )
+        for rank in range(node.settings.engine_args.tensor_parallel_size):
+            port = node.control_port_base + rank if node.control_port_base else 0
+            uses.append(
+                (
+                    port,
+                    node.settings.transfer.host,
+                    f"{node.name} control ({node.pool}.transfer.port_base)",
+                )
+            )
+    return [use for use in uses if use[0]]

@@ -1,0 +1,190 @@
+"""Reads a cluster YAML: by path or by the name of a built-in one. Every error names the key's path
+and, where known, its line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from splitserve.orchestrator.config.checks import problems_between_keys
+from splitserve.orchestrator.config.errors import ConfigError
+from splitserve.orchestrator.config.schema import ClusterConfig
+
+_MAX_FILE_BYTES = 2**20
+
+
+def builtin_names() -> list[str]:
+    """Names of the configurations that come with splitserve."""
+    folder = resources.files("splitserve.configs")
+    return sorted(
+        item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")
+    )
+
+
+def load(path_or_name: str | Path) -> ClusterConfig:
+    """The checked configuration of a YAML file, or of a built-in one by its name (``quickstart``).
+
+    Raises ``ConfigError`` with every problem found. Nothing of this machine is looked at: see
+    ``launch.preflight``.
+    """
+    text, source = _read(str(path_or_name))
+    return parse(text, source)
+
+
+def parse(text: str, source: str = "<string>") -> ClusterConfig:
+    """The checked configuration of a YAML text; ``source`` names it in errors."""
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_repeated_keys(tree, source)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"not readable as YAML: {error}"], source) from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            ["expected a mapping with at least `model:`; see docs/configuration.md"], source
+        )
+    try:
+        config = ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError([_sentence(item, tree) for item in error.errors()], source) from None
+    problems = problems_between_keys(config)
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def load_resolved(path: Path) -> ClusterConfig:
+    """The configuration that ``up`` wrote as JSON for the processes it starts (ports filled in)."""
+    return ClusterConfig.model_validate_json(path.read_bytes())
+
+
+def dump_resolved(config: ClusterConfig) -> str:
+    """The JSON that ``load_resolved`` reads."""
+    return config.model_dump_json(indent=1)
+
+
+def _read(path_or_name: str) -> tuple[str, str]:
+    path = Path(path_or_name).expanduser()
+    if path.is_file():
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(
+                [f"larger than {_MAX_FILE_BYTES} bytes; this is no cluster YAML"], str(path)
+            )
+        try:
+            return path.read_text(), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+    names = builtin_names()
+    if path_or_name in names:
+        resource = resources.files("splitserve.configs") / f"{path_or_name}.yaml"
+        return resource.read_text(), f"{path_or_name} (built in)"
+    close = difflib.get_close_matches(path_or_name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        [f"no such file, and no built-in configuration of that name ({', '.join(names)}){hint}"],
+        path_or_name,
+    )
+
+
+def _refuse_repeated_keys(tree: yaml.Node | None, source: str) -> None:
+    """YAML lets the last of two equal keys win silently; here it is an error."""
+    stack = [tree] if tree is not None else []
+    while stack:
+        current = stack.pop()
+        if isinstance(current, yaml.SequenceNode):
+            stack += current.value
+        if not isinstance(current, yaml.MappingNode):
+            continue
+        seen: set[str] = set()
+        for key, value in current.value:
+            if key.value in seen:
+                raise ConfigError(
+                    [f"line {key.start_mark.line + 1}: key {key.value!r} is given twice"], source
+                )
+            seen.add(key.value)
+            stack.append(value)
+
+
+def _sentence(item: Any, tree: yaml.Node | None) -> str:
+    location = tuple(
+        part for part in item["loc"] if part not in ("function-before[parse_bytes(), int]",)
+    )
+    line = _line(tree, location)
+    where = _dotted(location) + (f" (line {line})" if line is not None else "")
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{where}: unknown key; {remedy}"
+    if kind == "missing":
+        return f"{where}: required, but missing"
+    message = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return f"{where}: {message}" + _got(item.get("input"))
+
+
+def _got(value: object) -> str:
+    return f" (got {value!r})" if isinstance(value, str | int | float | bool | type(None)) else ""
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
+    return text or "(top level)"
+
+
+def _line(tree: yaml.Node | None, location: tuple[int | str, ...]) -> int | None:
+    """Line of the deepest part of ``location`` that the file has."""
+    line: int | None = None
+    for part in location:
+        if isinstance(tree, yaml.MappingNode):
+            found = [(key, value) for key, value in tree.value if key.value == part]
+            if not found:
+                break
+            line, tree = found[0][0].start_mark.line + 1, found[0][1]
+        elif (
+            isinstance(tree, yaml.SequenceNode) and isinstance(part, int) and part < len(tree.value)
+        ):
+            tree = tree.value[part]
+            line = tree.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at ``location``."""
+    section: type[BaseModel] = ClusterConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        found = section_of(section.model_fields[part].annotation)
+        if found is None:
+            return []
+        section = found
+    return list(section.model_fields)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside a field's type (``X``, ``list[X]``, ``X | None``), None for a plain
+    value.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if isinstance(annotation, types.UnionType | types.GenericAlias) or typing.get_origin(
+        annotation
+    ):
+        for argument in typing.get_args(annotation):
+            if (found := section_of(argument)) is not None:
+                return found
+    return None

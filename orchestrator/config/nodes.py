@@ -1,0 +1,99 @@
+"""From a cluster's configuration to the list of its nodes: names, ports and CPUs, the same list in
+every process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
+
+POOLS = ("prefill", "decode")
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """One node of a resolved cluster: everything its agent must know that is not a secret."""
+
+    name: str
+    """``prefill-0``, ``decode-1``, ..."""
+    pool: str
+    """``prefill`` or ``decode``; also the node's first role."""
+    index: int
+    settings: PoolConfig
+    cpus: tuple[int, ...] | None
+    gpus: tuple[int, ...] | None
+    http_port: int
+    endpoint_port: int
+    """Loopback port of the connector's endpoint, for the agent."""
+    control_port_base: int
+    """Rank r of the engine listens on ``control_port_base + r``."""
+
+    @property
+    def engine_url(self) -> str:
+        """Base URL of the engine's HTTP server."""
+        return f"http://{self.settings.host}:{self.http_port}"
+
+    @property
+    def endpoint_address(self) -> str:
+        """ZeroMQ address of the connector's endpoint."""
+        return f"tcp://{LOOPBACK}:{self.endpoint_port}"
+
+    @property
+    def control_addresses(self) -> tuple[str, ...]:
+        """ZeroMQ addresses of the engine's ranks, in rank order."""
+        ranks = range(self.settings.engine_args.tensor_parallel_size)
+        host = self.settings.transfer.host
+        return tuple(f"tcp://{host}:{self.control_port_base + rank}" for rank in ranks)
+
+
+def nodes(config: ClusterConfig) -> list[NodeConfig]:
+    """Every node, prefill first. Ports are 0 where the configuration has not been given its ports
+    yet (``launch.ports``).
+    """
+    return [node for pool in POOLS for node in _nodes_of(pool, config.pool(pool))]
+
+
+def router_url(config: ClusterConfig) -> str:
+    """Where a process of this machine reaches the router."""
+    host = config.router.host
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return (
+        f"http://[{host}]:{config.router.port}"
+        if ":" in host
+        else f"http://{host}:{config.router.port}"
+    )
+
+
+def node(config: ClusterConfig, name: str) -> NodeConfig:
+    """The node called ``name``; raises ``KeyError`` with the known names."""
+    known = {node.name: node for node in nodes(config)}
+    if name not in known:
+        raise KeyError(f"no node {name!r} in this cluster; known: {', '.join(known)}")
+    return known[name]
+
+
+def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
+    ranks = settings.engine_args.tensor_parallel_size
+    base, control = settings.port_base, settings.transfer.port_base
+    return [
+        NodeConfig(
+            name=f"{pool}-{index}",
+            pool=pool,
+            index=index,
+            settings=settings,
+            cpus=_nth(settings.cpus, index),
+            gpus=_nth(settings.gpus, index),
+            http_port=base + 2 * index if base else 0,
+            endpoint_port=base + 2 * index + 1 if base else 0,
+            control_port_base=control + index * ranks if control else 0,
+        )
+        for index in range(settings.replicas)
+    ]
+
+
+def _nth(lists: list[list[int]] | None, index: int) -> tuple[int, ...] | None:
+    return tuple(lists[index]) if lists is not None and index < len(lists) else None

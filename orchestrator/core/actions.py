@@ -1,0 +1,343 @@
+"""What the core does to one request: the actions that the table in ``lifecycle`` names, and the
+queue behind them.
+
+Every action returns orders and leaves the request in a phase that its row allows. A request's
+promises (prefill slot, committed blocks) are made in ``_commit`` and given back in ``_release_*``,
+each exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core.deadlines import DeadlineQueue
+from splitserve.orchestrator.core.effects import (
+    AnswerError,
+    CancelLeg,
+    Effect,
+    EndRequest,
+    FailTransfer,
+    PassRefusal,
+    StartAlone,
+    StartPair,
+)
+from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
+from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
+from splitserve.orchestrator.core.placement import (
+    Choice,
+    Missing,
+    choose_decode,
+    choose_prefill,
+    decision,
+)
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core.limits import CoreLimits
+    from splitserve.orchestrator.core.requests import Request
+
+QUEUE_SCAN_LIMIT_REQUESTS = 32
+"""How far behind a request that waits for a prefill slot the queue is searched for one that needs
+none.
+"""
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Actions:
+    """The core's state, and what can be done to one request in it."""
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.limits = limits
+        self.membership = Membership()
+        self.requests: dict[str, Request] = {}
+        self.queue: OrderedDict[str, Request] = OrderedDict()
+        self.deadlines = {
+            DeadlineKind.QUEUE: DeadlineQueue[str](limits.queue_timeout_s),
+            DeadlineKind.FIRST_TOKEN: DeadlineQueue[str](limits.first_token_deadline_s),
+            DeadlineKind.REQUEST: DeadlineQueue[str](limits.request_deadline_s),
+        }
+        self._choices = 0
+        self._may_place = False
+
+    def _apply(
+        self, request: Request, trigger: Trigger, now: float, reason: str = ""
+    ) -> list[Effect]:
+        raise NotImplementedError
+
+    # Placing
+
+    def _place_waiting(self, now: float) -> list[Effect]:
+        """Place waiting requests in their order until something is missing that those behind need
+        too.
+        """
+        effects: list[Effect] = []
+        passed = 0
+        for request in list(self.queue.values()):
+            if passed and not request.arrived.alone_because:
+                passed += 1
+                continue
+            placed = self._try_place(request, now)
+            effects += placed
+            if not placed:
+                if self._missing != "prefill_slot":
+                    break
+                passed += 1
+            if passed > QUEUE_SCAN_LIMIT_REQUESTS:
+                break
+        return effects
+
+    _missing: Missing = "decode_node"
+    """What the latest ``_try_place`` that placed nothing could not find."""
+
+    def _try_place(self, request: Request, now: float) -> list[Effect]:
+        """The orders that start the request's legs; none when something is missing (see
+        ``_missing``).
+        """
+        choice = self._choose(request, now)
+        if not isinstance(choice, Choice):
+            self._missing = choice
+            return []
+        request.choice = choice
+        trigger = Trigger.PLACED_ALONE if choice.prefill is None else Trigger.PLACED_PAIR
+        return self._apply(request, trigger, now)
+
+    def _choose(self, request: Request, now: float) -> Choice | Missing:
+        arrived, limits = request.arrived, self.limits.placement
+        output = (
+            limits.default_output_tokens if arrived.output_tokens is None else arrived.output_tokens
+        )
+        found = choose_decode(
+            self.membership.usable(DECODE), arrived.prompt_tokens + output, request.tried, now
+        )
+        if isinstance(found, str):
+            return found
+        decode, blocks = found
+        prefill_nodes = self.membership.usable(PREFILL)
+        decided = decision(
+            arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes)
+        )
+        if decided != "split":
+            request.timeline.decision = decided
+            return Choice(decode, blocks)
+        place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now)
+        if isinstance(place, str):
+            return place
+        request.timeline.decision = decided
+        return Choice(decode, blocks, *place)
+
+    def _commit(self, request: Request, now: float) -> Choice:
+        """Count the chosen nodes' slots and blocks as taken; the request is out of the queue."""
+        choice = request.choice
+        assert choice is not None
+        assert not request.has_prefill_leg
+        assert not request.has_decode_leg
+        self._leave_queue(request)
+        self._choices += 1
+        request.attempt += 1
+        timeline = request.timeline
+        timeline.attempts, timeline.dispatched = request.attempt, now
+        timeline.decode_node, timeline.prefill_node = choice.decode.name, ""
+        choice.decode.decode_legs += 1
+        choice.decode.committed_blocks += choice.decode_blocks
+        choice.decode.chosen_at = self._choices
+        request.has_decode_leg = True
+        if choice.prefill is not None:
+            timeline.prefill_node = choice.prefill.name
+            choice.prefill.prefill_legs += 1
+            choice.prefill.committed_blocks += choice.prefill_blocks
+            choice.prefill.chosen_at = self._choices
+            request.has_prefill_leg = True
+        if request.arrived.streaming:
+            self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
+        return choice
+
+    def start_pair(self, request: Request, now: float, reason: str) -> list[Effect]:
+        choice = self._commit(request, now)
+        assert choice.prefill is not None
+        request.phase = Phase.PREFILLING
+        return [
+            StartPair(
+                request.id,
+                request.attempt,
+                request.transfer_id,
+                choice.prefill.description,
+                choice.decode.description,
+            )
+        ]
+
+    def start_alone(self, request: Request, now: float, reason: str) -> list[Effect]:
+        choice = self._commit(request, now)
+        request.phase = Phase.ALONE
+        return [StartAlone(request.id, request.attempt, choice.decode.description)]
+
+    # While legs are out
+
+    def stay(self, request: Request, now: float, reason: str) -> list[Effect]:
+        return []
+
+    def release_prefill(self, request: Request, now: float, reason: str) -> list[Effect]:
+        self._give_back_prefill(request)
+        if request.phase is Phase.PREFILLING:
+            request.phase = Phase.LANDING
+        return []
+
+    def compute_on_decode(self, request: Request, now: float, reason: str) -> list[Effect]:
+        """The prefill leg will not deliver: the decode node is told to stop waiting."""
+        assert request.choice is not None
+        effects = self._cancel_prefill(request)
+        request.phase = Phase.ALONE
+        return [*effects, FailTransfer(request.choice.decode.name, request.transfer_id, reason)]
+
+    def relay(self, request: Request, now: float, reason: str) -> list[Effect]:
+        request.timeline.first_data = now
+        request.timeline.status = 200
+        self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
+        request.phase = Phase.STREAMING
+        return []
+
+    def weigh_refusal(self, request: Request, now: float, reason: str) -> list[Effect]:
+        """The client's own mistake is passed on; an engine's fault is tried elsewhere while there
+        is elsewhere.
+        """
+        if request.timeline.status >= 500:
+            effects = self._retry(request, now)
+            if effects is not None:
+                return effects
+        effects = [*self._cancel_prefill(request), PassRefusal(request.id, request.attempt)]
+        self._give_back_decode(request)
+        return effects + self._end(request, "refused", reason, now)
+
+    def retry_decode(self, request: Request, now: float, reason: str) -> list[Effect]:
+        effects = self._retry(request, now)
+        if effects is not None:
+            return effects
+        message = f"the decode node failed before its first token: {reason}"
+        return self._end_with_error(request, 502, message, now)
+
+    def _retry(self, request: Request, now: float) -> list[Effect] | None:
+        """Cancel both legs and go to a decode node that was not tried; None when there is none."""
+        assert request.choice is not None
+        request.tried.add(request.choice.decode.description.incarnation)
+        if request.attempt >= self.limits.max_attempts:
+            return None
+        usable = self.membership.usable(DECODE)
+        if all(node.description.incarnation in request.tried for node in usable):
+            return None
+        effects = self._cancel_legs(request)
+        self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
+        request.phase = Phase.QUEUED
+        self.queue[request.id] = request
+        self.queue.move_to_end(request.id, last=False)
+        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
+        return effects + self._try_place(request, now)
+
+    # Ends
+
+    def check_pool(self, request: Request, now: float, reason: str) -> list[Effect]:
+        if self.membership.usable(DECODE):
+            return []
+        return self._end_with_error(request, 503, "no decode node is ready", now, retry_after_s=5)
+
+    def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
+        message = f"no node had room for the request: {reason}"
+        return self._end_with_error(request, 503, message, now, self._retry_after_s(now))
+
+    def answer_too_late(self, request: Request, now: float, reason: str) -> list[Effect]:
+        return self._end_with_error(request, 504, f"the engines were too slow: {reason}", now)
+
+    def answer_stopping(self, request: Request, now: float, reason: str) -> list[Effect]:
+        return self._end_with_error(request, 503, "the router is stopping", now, retry_after_s=5)
+
+    def break_stream(self, request: Request, now: float, reason: str) -> list[Effect]:
+        message = f"the decode node failed in the middle of the answer: {reason}"
+        return self._end_with_error(request, 502, message, now)
+
+    def cancel(self, request: Request, now: float, reason: str) -> list[Effect]:
+        effects = self._cancel_legs(request)
+        request.timeline.status = CLIENT_CLOSED_REQUEST
+        return effects + self._end(request, "cancelled", "the client closed its connection", now)
+
+    def finish(self, request: Request, now: float, reason: str) -> list[Effect]:
+        request.timeline.last_data = now
+        self._give_back_decode(request)
+        if not request.has_prefill_leg:
+            return self._end(request, "ok", "", now)
+        request.phase = Phase.TAIL
+        return []
+
+    def end_tail(self, request: Request, now: float, reason: str) -> list[Effect]:
+        return self._cancel_prefill(request) + self._end(request, "ok", "", now)
+
+    def _end_with_error(
+        self,
+        request: Request,
+        status: int,
+        message: str,
+        now: float,
+        retry_after_s: int | None = None,
+    ) -> list[Effect]:
+        effects = self._cancel_legs(request)
+        request.timeline.status = status
+        answer = AnswerError(request.id, status, message, retry_after_s)
+        return [*effects, answer, *self._end(request, "error", message, now)]
+
+    def _end(self, request: Request, outcome: str, reason: str, now: float) -> list[Effect]:
+        assert not request.has_prefill_leg, "a prefill leg outlived its request"
+        assert not request.has_decode_leg, "a decode leg outlived its request"
+        self._leave_queue(request)
+        for queue in self.deadlines.values():
+            queue.disarm(request.id)
+        request.phase = Phase.ENDED
+        timeline = request.timeline
+        timeline.outcome, timeline.reason = outcome, reason
+        if timeline.last_data is None:
+            timeline.last_data = now
+        del self.requests[request.id]
+        return [EndRequest(timeline)]
+
+    # Giving back
+
+    def _cancel_legs(self, request: Request) -> list[Effect]:
+        effects = self._cancel_prefill(request)
+        if request.has_decode_leg:
+            self._give_back_decode(request)
+            effects.append(CancelLeg(request.id, request.attempt, "decode"))
+        return effects
+
+    def _cancel_prefill(self, request: Request) -> list[Effect]:
+        if not request.has_prefill_leg:
+            return []
+        self._give_back_prefill(request)
+        return [CancelLeg(request.id, request.attempt, "prefill")]
+
+    def _give_back_prefill(self, request: Request) -> None:
+        choice = request.choice
+        assert request.has_prefill_leg
+        assert choice is not None
+        assert choice.prefill is not None
+        choice.prefill.prefill_legs -= 1
+        choice.prefill.committed_blocks -= choice.prefill_blocks
+        request.has_prefill_leg = False
+        self._may_place = True
+
+    def _give_back_decode(self, request: Request) -> None:
+        choice = request.choice
+        assert request.has_decode_leg
+        assert choice is not None
+        choice.decode.decode_legs -= 1
+        choice.decode.committed_blocks -= choice.decode_blocks
+        request.has_decode_leg = False
+        self._may_place = True
+
+    def _leave_queue(self, request: Request) -> None:
+        if self.queue.pop(request.id, None) is not None:
+            self.deadlines[DeadlineKind.QUEUE].disarm(request.id)
+
+    def _retry_after_s(self, now: float) -> int:
+        """What the request at the head of the queue has waited so far: the next one will hardly be
+        faster.
+        """
+        for request in self.queue.values():
+            return max(1, round(now - request.arrived_at))
+        return 1

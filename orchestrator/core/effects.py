@@ -1,0 +1,132 @@
+"""Orders that the core gives, in the imperative; the shell performs them in the list's order."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from splitserve.orchestrator.agent.messages import NodeDescription
+
+Leg = Literal["prefill", "decode"]
+
+
+class AcceptNode(msgspec.Struct, frozen=True):
+    """Tell the agent that its node takes part."""
+
+    node: str
+
+
+class RefuseNode(msgspec.Struct, frozen=True):
+    """Tell the agent why its node does not take part."""
+
+    node: str
+    reason: str
+
+
+class StartPair(msgspec.Struct, frozen=True):
+    """Send both legs at once."""
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    prefill: NodeDescription
+    decode: NodeDescription
+
+
+class StartAlone(msgspec.Struct, frozen=True):
+    """Send the whole request to the decode node."""
+
+    request_id: str
+    attempt: int
+    decode: NodeDescription
+
+
+class CancelLeg(msgspec.Struct, frozen=True):
+    """Close the leg's connection; the engine aborts the request."""
+
+    request_id: str
+    attempt: int
+    leg: Leg
+
+
+class FailTransfer(msgspec.Struct, frozen=True):
+    """Tell the decode node's connector to stop waiting for this transfer and to compute the prompt
+    itself.
+    """
+
+    node: str
+    transfer_id: str
+    reason: str
+
+
+class AnnounceDeath(msgspec.Struct, frozen=True):
+    """Tell every agent that nothing of this incarnation can write any more."""
+
+    incarnation: str
+
+
+class AnswerError(msgspec.Struct, frozen=True):
+    """End the client's answer with an error: a status when nothing was sent yet, else an error
+    event.
+    """
+
+    request_id: str
+    status: int
+    message: str
+    retry_after_s: int | None = None
+
+
+class PassRefusal(msgspec.Struct, frozen=True):
+    """Hand the decode engine's error answer to the client unchanged."""
+
+    request_id: str
+    attempt: int
+
+
+class EndRequest(msgspec.Struct, frozen=True):
+    """Nothing of this request is left: write its timeline and forget it."""
+
+    timeline: Timeline
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """What happened to one request, times in seconds of the core's clock; None for what did not
+    happen.
+    """
+
+    request_id: str
+    endpoint: str
+    tenant: str
+    streaming: bool
+    prompt_tokens: int
+    received: float
+    decision: str = ""
+    """``split``, or ``alone_`` and the reason: label of a counter, so one of a few names."""
+    prefill_node: str = ""
+    decode_node: str = ""
+    attempts: int = 0
+    dispatched: float | None = None
+    prefill_answered: float | None = None
+    prefill_status: int | None = None
+    first_data: float | None = None
+    last_data: float | None = None
+    status: int = 0
+    """What the client was told; 499 when it left before."""
+    outcome: str = ""
+    """``ok``, ``refused``, ``error`` or ``cancelled``."""
+    reason: str = ""
+
+
+Effect = (
+    AcceptNode
+    | RefuseNode
+    | StartPair
+    | StartAlone
+    | CancelLeg
+    | FailTransfer
+    | AnnounceDeath
+    | AnswerError
+    | PassRefusal
+    | EndRequest
+)

@@ -1,0 +1,137 @@
+"""Facts that reach the core, in the past tense.
+
+Events about one leg carry the attempt they belong to; the core ignores those of an attempt that it
+has given up.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """An agent said hello: first contact, a reconnect, or a restarted engine (new incarnation)."""
+
+    description: NodeDescription
+    role: str
+
+
+class NodeReported(msgspec.Struct, frozen=True):
+    """An agent sent the state of its engine."""
+
+    state: NodeState
+
+
+class NodeDisconnected(msgspec.Struct, frozen=True):
+    """The agent's connection is gone; its engine may still be working."""
+
+    node: str
+    incarnation: str
+
+
+class NodeDied(msgspec.Struct, frozen=True):
+    """An engine's processes are proven gone."""
+
+    node: str
+    incarnation: str
+    cause: str
+
+
+class RequestArrived(msgspec.Struct, frozen=True):
+    """A request that passed authentication and validation wants a place."""
+
+    request_id: str
+    endpoint: str
+    prompt_tokens: int
+    """Estimate, unless the prompt came as token ids."""
+    output_tokens: int | None
+    """What the client allowed, None when it named no limit."""
+    streaming: bool
+    alone_because: str
+    """Why the request must not be split; empty when it may be."""
+    tenant: str = ""
+
+
+class PrefillAnswered(msgspec.Struct, frozen=True):
+    """The prefill engine answered its leg with this HTTP status."""
+
+    request_id: str
+    attempt: int
+    status: int
+
+
+class PrefillFailed(msgspec.Struct, frozen=True):
+    """The prefill leg broke before an answer."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+class FirstDataArrived(msgspec.Struct, frozen=True):
+    """The decode engine's first data event (or its whole unstreamed answer) is here."""
+
+    request_id: str
+    attempt: int
+
+
+class DecodeRefused(msgspec.Struct, frozen=True):
+    """The decode engine answered with an error status before any data."""
+
+    request_id: str
+    attempt: int
+    status: int
+
+
+class DecodeFailed(msgspec.Struct, frozen=True):
+    """The decode leg broke: no connection, closed too early, malformed answer."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+class DecodeEnded(msgspec.Struct, frozen=True):
+    """The decode engine's answer is complete."""
+
+    request_id: str
+    attempt: int
+
+
+class ClientGone(msgspec.Struct, frozen=True):
+    """The client closed its connection before the answer was complete."""
+
+    request_id: str
+
+
+class TimePassed(msgspec.Struct, frozen=True):
+    """The moment that ``next_deadline`` named has come."""
+
+
+class RouterDraining(msgspec.Struct, frozen=True):
+    """No new requests from now on; those that run or wait may finish."""
+
+
+class RouterStopping(msgspec.Struct, frozen=True):
+    """No new requests from now on; those that run are ended."""
+
+
+Event = (
+    NodeJoined
+    | NodeReported
+    | NodeDisconnected
+    | NodeDied
+    | RequestArrived
+    | PrefillAnswered
+    | PrefillFailed
+    | FirstDataArrived
+    | DecodeRefused
+    | DecodeFailed
+    | DecodeEnded
+    | ClientGone
+    | TimePassed
+    | RouterDraining
+    | RouterStopping
+)

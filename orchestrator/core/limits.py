@@ -1,0 +1,21 @@
+"""Every bound of the core, with its unit; the names are those of the cluster YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from splitserve.orchestrator.core.placement import PlacementLimits
+
+
+@dataclass(frozen=True)
+class CoreLimits:
+    """What the core waits for, how long, and how much it holds."""
+
+    queue_limit_requests: int = 256
+    queue_timeout_s: float = 60.0
+    first_token_deadline_s: float = 300.0
+    request_deadline_s: float = 3600.0
+    node_silence_limit_s: float = 5.0
+    max_attempts: int = 2
+    """Decode nodes that one request is tried on before its first data."""
+    placement: PlacementLimits = field(default_factory=PlacementLimits)

@@ -1,0 +1,120 @@
+"""Which nodes there are, what each reports, and what the core has promised on it.
+
+A node is one life of an engine: the object belongs to an incarnation, and a restarted engine is a
+new object, so what was still counted on the old one cannot disturb the new one.
+
+Free blocks are known with a delay of up to half a second, and the engines' own figures do not
+include what a request will still grow by. The core therefore counts *committed* blocks (the
+estimate for everything it has placed and that has not ended), and takes from the reports only what
+it did not place itself: leases, quarantined pages, other users, and estimates that were too low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+
+PREFILL = "prefill"
+DECODE = "decode"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One life of an engine. Only ``RouterCore`` changes it."""
+
+    description: NodeDescription
+    role: str
+    phase: str = "loading"
+    is_connected: bool = True
+    is_silent: bool = False
+    state: NodeState | None = None
+    prefill_legs: int = 0
+    decode_legs: int = 0
+    committed_blocks: int = 0
+    foreign_blocks: int = 0
+    """Used blocks that the core did not place, as of the last report."""
+    cooling_until: float = 0.0
+    """After a broken leg the node is the last choice until then."""
+    chosen_at: int = 0
+    """Number of the latest choice; the node chosen longest ago wins a tie."""
+
+    @property
+    def name(self) -> str:
+        """The node's name, the same in all its lives."""
+        return self.description.node
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new work may go there."""
+        return self.phase == "ready" and self.is_connected and not self.is_silent
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody uses and nobody was promised."""
+        return self.description.total_blocks - self.foreign_blocks - self.committed_blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take here; never more than the engine could use for one
+        request.
+        """
+        size = self.description.block_tokens
+        most = min(self.description.max_model_len, self.description.total_blocks * size)
+        return -(-min(tokens, most) // size)
+
+    def note_report(self, state: NodeState) -> None:
+        """Takes over what the engine says of itself."""
+        self.state = state
+        self.phase = state.phase
+        total = state.total_blocks or self.description.total_blocks
+        used = max(0, total - state.free_blocks)
+        self.foreign_blocks = max(state.leased_blocks, used - self.committed_blocks, 0)
+
+
+class Membership:
+    """The known nodes by name; holds the fingerprint that all of them share."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.refused: dict[str, str] = {}
+        """Reason of the latest refusal by node name."""
+
+    def usable(self, role: str) -> list[Node]:
+        """Nodes to which new work of that role may go."""
+        return [node for node in self.nodes.values() if node.role == role and node.is_usable]
+
+    def find(self, name: str, incarnation: str) -> Node | None:
+        """The node if it still lives that life."""
+        node = self.nodes.get(name)
+        return node if node and node.description.incarnation == incarnation else None
+
+    def why_refuse(self, description: NodeDescription, role: str) -> str:
+        """What keeps a node from taking part, naming both values; empty when nothing does."""
+        if role not in (PREFILL, DECODE):
+            return f"role {role!r} is neither {PREFILL!r} nor {DECODE!r}"
+        for other in self.nodes.values():
+            if other.name == description.node or other.phase == "dead":
+                continue
+            ours, theirs = description, other.description
+            for key, mine, its in (
+                ("model", ours.model, theirs.model),
+                ("block_tokens", ours.block_tokens, theirs.block_tokens),
+                ("transport", ours.transport, theirs.transport),
+            ):
+                if mine != its:
+                    return _difference(key, ours.node, mine, theirs.node, its)
+            for key in sorted(ours.fingerprint.keys() | theirs.fingerprint.keys()):
+                mine = ours.fingerprint.get(key, "(none)")
+                its = theirs.fingerprint.get(key, "(none)")
+                if mine != its:
+                    return _difference(f"fingerprint {key}", ours.node, mine, theirs.node, its)
+        return ""
+
+
+def _difference(key: str, node: str, mine: object, other: str, its: object) -> str:
+    return (
+        f"{key} differs: {node} has {mine}, {other} has {its};"
+        " KV can only be shared between equal nodes"
+    )

@@ -1,0 +1,44 @@
+"""What the core remembers of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core.lifecycle import Phase
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.core.events import RequestArrived
+    from splitserve.orchestrator.core.placement import Choice
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One client's request from arrival to its end. Only ``RouterCore`` changes it."""
+
+    arrived: RequestArrived
+    timeline: Timeline
+    phase: Phase = Phase.QUEUED
+    attempt: int = 0
+    choice: Choice | None = None
+    has_prefill_leg: bool = False
+    has_decode_leg: bool = False
+    tried: set[str] = field(default_factory=set)
+    """Incarnations of the decode nodes on which an attempt has failed."""
+    story: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def arrived_at(self) -> float:
+        """When it arrived, in seconds of the core's clock."""
+        return self.timeline.received
+
+    @property
+    def id(self) -> str:
+        """The router's own id of the request; the client's X-Request-Id is another thing."""
+        return self.arrived.request_id
+
+    @property
+    def transfer_id(self) -> str:
+        """Names the transfer of the current attempt."""
+        return f"{self.arrived.request_id}.{self.attempt}"

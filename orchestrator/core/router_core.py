@@ -1,0 +1,293 @@
+"""The core's one door: facts in, orders out. No I/O, no clock, no randomness.
+
+It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
+is the table in ``lifecycle``; the methods named there as actions are in ``actions``. A request that
+cannot be placed waits in one bounded queue, first come first served; only a request that needs no
+prefill slot may pass one that waits for a slot.
+
+The core does not know how far a prompt is cached anywhere: the uncached part is taken to be the
+whole prompt.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.core.actions import Actions
+from splitserve.orchestrator.core.deadlines import DeadlineQueue
+from splitserve.orchestrator.core.effects import (
+    AcceptNode,
+    AnnounceDeath,
+    Effect,
+    RefuseNode,
+    Timeline,
+)
+from splitserve.orchestrator.core.errors import IllegalTransitionError
+from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
+from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.requests import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from splitserve.orchestrator.core.limits import CoreLimits
+
+
+class RouterCore(Actions):
+    """All decisions of the router."""
+
+    def __init__(self, limits: CoreLimits) -> None:
+        super().__init__(limits)
+        self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
+        self.is_stopping = False
+        self._handlers: dict[type, Callable[..., list[Effect]]] = {
+            ev.NodeJoined: self._on_node_joined,
+            ev.NodeReported: self._on_node_reported,
+            ev.NodeDisconnected: self._on_node_disconnected,
+            ev.NodeDied: self._on_node_died,
+            ev.RequestArrived: self._on_request_arrived,
+            ev.PrefillAnswered: self._on_prefill_answered,
+            ev.PrefillFailed: self._on_prefill_failed,
+            ev.FirstDataArrived: self._on_first_data_arrived,
+            ev.DecodeRefused: self._on_decode_refused,
+            ev.DecodeFailed: self._on_decode_failed,
+            ev.DecodeEnded: self._on_decode_ended,
+            ev.ClientGone: self._on_client_gone,
+            ev.TimePassed: self._on_time_passed,
+            ev.RouterDraining: self._on_router_draining,
+            ev.RouterStopping: self._on_router_stopping,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Apply one fact; return the orders that follow, in the order to perform them."""
+        effects = self._handlers[type(event)](event, now)
+        while self._may_place and self.queue:
+            self._may_place = False
+            effects += self._place_waiting(now)
+        self._may_place = False
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When ``TimePassed`` is due, None when nothing is waited for."""
+        dues = [queue.next_due() for queue in (*self.deadlines.values(), self.silence)]
+        return min((due for due in dues if due is not None), default=None)
+
+    # Nodes
+
+    def _on_node_joined(self, event: ev.NodeJoined, now: float) -> list[Effect]:
+        description = event.description
+        effects: list[Effect] = []
+        known = self.membership.nodes.get(description.node)
+        if known and known.description.incarnation != description.incarnation:
+            effects += self._lose(known, "its engine was restarted", now)
+            known = None
+        reason = self.membership.why_refuse(description, event.role)
+        if reason:
+            self.membership.refused[description.node] = reason
+            if known:
+                effects += self._lose(known, reason, now)
+            return [*effects, RefuseNode(description.node, reason)]
+        self.membership.refused.pop(description.node, None)
+        if known:
+            known.description, known.role = description, event.role
+            known.is_connected, known.is_silent = True, False
+        else:
+            self.membership.nodes[description.node] = Node(description, event.role)
+        self.silence.arm(description.node, now)
+        self._may_place = True
+        return [*effects, AcceptNode(description.node)]
+
+    def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
+        state = event.state
+        node = self.membership.find(state.node, state.incarnation)
+        if node is None:
+            return []
+        node.is_silent = False
+        self.silence.arm(node.name, now)
+        node.note_report(state)
+        self._may_place = True
+        return self._check_waiting(now) if not node.is_usable else []
+
+    def _on_node_disconnected(self, event: ev.NodeDisconnected, now: float) -> list[Effect]:
+        node = self.membership.find(event.node, event.incarnation)
+        if node is None:
+            return []
+        node.is_connected = False
+        self.silence.disarm(node.name)
+        return self._check_waiting(now)
+
+    def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
+        effects: list[Effect] = [AnnounceDeath(event.incarnation)]
+        node = self.membership.find(event.node, event.incarnation)
+        if node is not None:
+            node.phase = "dead"
+            effects += self._lose(node, f"its engine died ({event.cause})", now)
+        return effects
+
+    def _lose(self, node: Node, why: str, now: float) -> list[Effect]:
+        """Forget a node; every leg on it has failed."""
+        del self.membership.nodes[node.name]
+        self.silence.disarm(node.name)
+        effects: list[Effect] = []
+        reason = f"node {node.name} is lost: {why}"
+        for request in list(self.requests.values()):
+            choice = request.choice
+            if request.phase is Phase.QUEUED:
+                trigger = (
+                    Trigger.DECODE_NODE_LOST if node.role == DECODE else Trigger.PREFILL_NODE_LOST
+                )
+            elif choice and choice.decode is node:
+                trigger = Trigger.DECODE_NODE_LOST
+            elif choice and choice.prefill is node:
+                trigger = Trigger.PREFILL_NODE_LOST
+            else:
+                continue
+            effects += self._apply(request, trigger, now, reason)
+        return effects
+
+    def _check_waiting(self, now: float) -> list[Effect]:
+        """Waiting requests end when there is no decode node left to wait for."""
+        if not self.queue or self.membership.usable(DECODE):
+            return []
+        effects: list[Effect] = []
+        for request in list(self.queue.values()):
+            effects += self._apply(
+                request, Trigger.DECODE_NODE_LOST, now, "no decode node is ready"
+            )
+        return effects
+
+    # Requests
+
+    def _on_request_arrived(self, event: ev.RequestArrived, now: float) -> list[Effect]:
+        timeline = Timeline(
+            request_id=event.request_id,
+            endpoint=event.endpoint,
+            tenant=event.tenant,
+            streaming=event.streaming,
+            prompt_tokens=event.prompt_tokens,
+            received=now,
+        )
+        request = Request(event, timeline, story=[(now, "arrived")])
+        assert event.request_id not in self.requests, f"request id {event.request_id} is in use"
+        self.requests[event.request_id] = request
+        if self.is_stopping:
+            return self._end_with_error(
+                request, 503, "the router is stopping", now, retry_after_s=5
+            )
+        if not self.membership.usable(DECODE):
+            return self._end_with_error(
+                request, 503, "no decode node is ready", now, retry_after_s=5
+            )
+        self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
+        if not self.queue:
+            effects = self._try_place(request, now)
+            if effects:
+                return effects
+        elif len(self.queue) >= self.limits.queue_limit_requests:
+            return self._end_with_error(
+                request,
+                429,
+                f"{len(self.queue)} requests are waiting already (router.queue_limit_requests)",
+                now,
+                retry_after_s=self._retry_after_s(now),
+            )
+        self.queue[request.id] = request
+        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
+        self._may_place = len(self.queue) > 1 and bool(event.alone_because)
+        return []
+
+    def _on_prefill_answered(self, event: ev.PrefillAnswered, now: float) -> list[Effect]:
+        request = self._with_prefill_leg(event.request_id, event.attempt)
+        if request is None:
+            return []
+        request.timeline.prefill_answered = now
+        request.timeline.prefill_status = event.status
+        if event.status >= 400:
+            reason = f"the prefill node answered {event.status}"
+            return self._apply(request, Trigger.PREFILL_FAILED, now, reason)
+        return self._apply(request, Trigger.PREFILL_ANSWERED, now)
+
+    def _on_prefill_failed(self, event: ev.PrefillFailed, now: float) -> list[Effect]:
+        request = self._with_prefill_leg(event.request_id, event.attempt)
+        if request is None:
+            return []
+        assert request.choice is not None
+        assert request.choice.prefill is not None
+        request.choice.prefill.cooling_until = now + self.limits.placement.cooldown_s
+        return self._apply(request, Trigger.PREFILL_FAILED, now, event.reason)
+
+    def _on_first_data_arrived(self, event: ev.FirstDataArrived, now: float) -> list[Effect]:
+        request = self._with_decode_leg(event.request_id, event.attempt)
+        return [] if request is None else self._apply(request, Trigger.FIRST_DATA, now)
+
+    def _on_decode_refused(self, event: ev.DecodeRefused, now: float) -> list[Effect]:
+        request = self._with_decode_leg(event.request_id, event.attempt)
+        if request is None:
+            return []
+        request.timeline.status = event.status
+        reason = f"the decode node answered {event.status}"
+        return self._apply(request, Trigger.DECODE_REFUSED, now, reason)
+
+    def _on_decode_failed(self, event: ev.DecodeFailed, now: float) -> list[Effect]:
+        request = self._with_decode_leg(event.request_id, event.attempt)
+        if request is None:
+            return []
+        assert request.choice is not None
+        request.choice.decode.cooling_until = now + self.limits.placement.cooldown_s
+        return self._apply(request, Trigger.DECODE_FAILED, now, event.reason)
+
+    def _on_decode_ended(self, event: ev.DecodeEnded, now: float) -> list[Effect]:
+        request = self._with_decode_leg(event.request_id, event.attempt)
+        return [] if request is None else self._apply(request, Trigger.DECODE_ENDED, now)
+
+    def _on_client_gone(self, event: ev.ClientGone, now: float) -> list[Effect]:
+        request = self.requests.get(event.request_id)
+        return [] if request is None else self._apply(request, Trigger.CLIENT_GONE, now)
+
+    def _on_time_passed(self, event: ev.TimePassed, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for kind, queue in self.deadlines.items():
+            for request_id in queue.take_due(now):
+                request = self.requests[request_id]
+                reason = f"router.{kind.value} of {queue.duration_s:g} s is over"
+                effects += self._apply(request, Trigger.DEADLINE, now, reason)
+        for name in self.silence.take_due(now):
+            self.membership.nodes[name].is_silent = True
+            effects += self._check_waiting(now)
+        return effects
+
+    def _on_router_draining(self, event: ev.RouterDraining, now: float) -> list[Effect]:
+        self.is_stopping = True
+        return []
+
+    def _on_router_stopping(self, event: ev.RouterStopping, now: float) -> list[Effect]:
+        self.is_stopping = True
+        effects: list[Effect] = []
+        for request in list(self.requests.values()):
+            effects += self._apply(request, Trigger.STOPPING, now, "the router is stopping")
+        return effects
+
+    def _with_decode_leg(self, request_id: str, attempt: int) -> Request | None:
+        """The request, unless it is over or this attempt's decode leg was given up."""
+        request = self.requests.get(request_id)
+        is_current = request and request.attempt == attempt and request.has_decode_leg
+        return request if is_current else None
+
+    def _with_prefill_leg(self, request_id: str, attempt: int) -> Request | None:
+        """The request, unless it is over or this attempt's prefill leg was given up."""
+        request = self.requests.get(request_id)
+        is_current = request and request.attempt == attempt and request.has_prefill_leg
+        return request if is_current else None
+
+    def _apply(
+        self, request: Request, trigger: Trigger, now: float, reason: str = ""
+    ) -> list[Effect]:
+        """Do what the table says; the phase afterwards is one that it names."""
+        row = TRANSITIONS.get((request.phase, trigger))
+        if row is None:
+            raise IllegalTransitionError(request.id, request.phase, trigger, request.story)
+        request.story.append((now, f"{trigger.value}: {reason}" if reason else trigger.value))
+        effects: list[Effect] = getattr(self, row.action)(request, now, reason)
+        assert request.phase in row.to, f"{row} led to {request.phase}"
+        return effects

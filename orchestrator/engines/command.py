@@ -1,0 +1,135 @@
+"""What an engine is started with. Each engine has a pure function from configuration to command; it
+is chosen by name here.
+
+Secrets are not part of a command: they travel by environment (``secret_environment``), so a command
+can be printed and logged.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.orchestrator.config import nodes
+from splitserve.orchestrator.config.checks import is_loopback
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+
+API_KEY_ENV = "VLLM_API_KEY"
+"""Environment variable with the key that the engine asks for, for every engine."""
+
+_BUILDERS = {
+    "vllm": "splitserve.orchestrator.engines.vllm.launch_arguments",
+    "mock": "splitserve.orchestrator.engines.mock.launch_arguments",
+}
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """A process to start: arguments, and environment variables to add. Holds no secret."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+def engine_command(
+    config: ClusterConfig, node: NodeConfig, model: str, incarnation: str
+) -> EngineCommand:
+    """The command of a node's engine. ``model`` is a folder or Hub id, ``incarnation`` new for
+    every start.
+    """
+    if config.engine not in _BUILDERS:
+        raise ValueError(f"unknown engine {config.engine!r}; known: {', '.join(_BUILDERS)}")
+    command: EngineCommand = import_module(_BUILDERS[config.engine]).command(
+        config, node, model, incarnation
+    )
+    return command
+
+
+def secret_environment(secret: bytes, api_key: str) -> dict[str, str]:
+    """The variables that must never be printed."""
+    return {SECRET_ENV: secret.hex(), API_KEY_ENV: api_key}
+
+
+def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str) -> dict[str, Any]:
+    """What the connector reads, as ``kv_connector_extra_config``.
+
+    ``warm_addresses`` are the control addresses of the prefill nodes, to which a decode node
+    introduces itself at start.
+    """
+    transfer = node.settings.transfer
+    warm = [
+        address
+        for other in nodes(config)
+        if other.pool == "prefill" and node.pool == "decode"
+        for address in other.control_addresses
+    ]
+    return {
+        "transport": transfer.transport,
+        "control_host": transfer.host,
+        "control_port_base": node.control_port_base,
+        "endpoint_port": node.endpoint_port,
+        "incarnation": incarnation,
+        "lease_s": transfer.lease_s,
+        "transfer_deadline_s": transfer.deadline_s,
+        "stream_min_bytes": transfer.stream_min_bytes,
+        "node": node.name,
+        "role": node.pool,
+        "warm_addresses": warm,
+    }
+
+
+def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> list[str]:
+    """Flags that every engine understands."""
+    settings, args = node.settings, node.settings.engine_args
+    argv = ["--model", model, "--served-model-name", config.model.name]
+    argv += ["--host", settings.host, "--port", str(node.http_port)]
+    argv += ["--block-size", str(args.block_size)]
+    argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
+    argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+    for flag, value in (
+        ("--max-model-len", args.max_model_len),
+        ("--max-num-seqs", args.max_num_seqs),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens),
+    ):
+        argv += [flag, str(value)] if value is not None else []
+    return argv
+
+
+def passed_on_arguments(node: NodeConfig) -> list[str]:
+    """Keys of ``engine_args`` that splitserve does not know, as ``--kebab-case`` flags.
+
+    ``true`` becomes a bare flag and ``false`` its ``--no-`` form; lists repeat the value, mappings
+    become JSON.
+    """
+    argv: list[str] = []
+    for key, value in node.settings.engine_args.passed_on.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            argv += [f"--{name}", *(str(item) for item in value)]
+        elif isinstance(value, dict):
+            argv += [f"--{name}", json.dumps(value)]
+        elif value is not None:
+            argv += [f"--{name}", str(value)]
+    return argv
+
+
+def network_environment(node: NodeConfig) -> dict[str, str]:
+    """Variables that keep every socket of a node on loopback, unless the YAML opens its transfer
+    host.
+    """
+    env = {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    if is_loopback(node.settings.transfer.host):
+        env["UCX_NET_DEVICES"] = "lo"
+    return env

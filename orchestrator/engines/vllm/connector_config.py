@@ -1,0 +1,78 @@
+"""The connector's settings inside vLLM's ``kv_connector_extra_config``, read in one place."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from splitserve.kv_transfer.channel import SECRET_ENV, parse_secret, tcp_address
+from splitserve.kv_transfer.settings import MIB, TransferSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the launcher tells the connector; the cluster secret comes in the environment."""
+
+    incarnation: str
+    endpoint_port: int
+    """Loopback port of the scheduler half's endpoint for the agent."""
+    control_host: str = "127.0.0.1"
+    control_port_base: int
+    """Rank r's transfer thread listens on ``control_port_base + r``."""
+    transport: str = "nixl"
+    transport_settings: dict[str, Any] = {}
+    warm_addresses: tuple[str, ...] = ()
+    stream_min_bytes: int = MIB
+    lease_s: float = 30.0
+    transfer_deadline_s: float = 120.0
+    experimental_cuda: bool = False
+    node: str = ""
+    role: str = ""
+
+    @property
+    def endpoint_address(self) -> str:
+        """Where the agent finds the scheduler half."""
+        return tcp_address("127.0.0.1", self.endpoint_port)
+
+    def control_address(self, rank: int) -> str:
+        """Where decode ranks find this engine's rank."""
+        return tcp_address(self.control_host, self.control_port_base + rank)
+
+    def transfer_settings(self, rank: int, tensor_parallel: int) -> TransferSettings:
+        """Settings of one rank's transfer thread."""
+        return TransferSettings(
+            incarnation=self.incarnation,
+            rank=rank,
+            tensor_parallel=tensor_parallel,
+            secret=cluster_secret(),
+            control_address=self.control_address(rank),
+            transport=self.transport,
+            transport_settings=self.transport_settings,
+            warm_addresses=self.warm_addresses,
+            stream_min_bytes=self.stream_min_bytes,
+            lease_s=self.lease_s,
+            deadline_s=self.transfer_deadline_s,
+        )
+
+
+def cluster_secret() -> bytes:
+    """The cluster secret from the environment. Raises ``ValueError`` when it is missing or malformed."""
+    text = os.environ.get(SECRET_ENV)
+    if not text:
+        raise ValueError(f"the engine needs the cluster secret in the environment variable {SECRET_ENV}")
+    return parse_secret(text)
+
+
+def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
+    """The settings of this engine's connector. Raises ``ValueError`` naming what is wrong."""
+    assert vllm_config.kv_transfer_config is not None
+    try:
+        return msgspec.convert(
+            vllm_config.kv_transfer_config.kv_connector_extra_config, ConnectorConfig
+        )
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config of SplitserveConnector: {error}") from error

@@ -1,0 +1,80 @@
+"""What must be equal in two vLLM engines for one's KV to be usable in the other."""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SAMPLE_BYTES = 1 << 20
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+
+
+def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """Named values; equal in all ranks of an engine and, for engines that may be paired, in both."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    folder = Path(model.model)
+    fingerprint = {
+        "engine": "vllm " + ".".join(re.findall(r"\d+", vllm.__version__)[:2]),
+        "weights": _weights(folder, model.revision, vllm_config.load_config.load_format),
+        "tokenizer": _tokenizer(folder, model.tokenizer_revision),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "block_size": str(spec.block_size),
+        "layers": blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest(),
+        "kv_layout": str(kv_cache_config.kv_cache_layout or cache.get_resolved_kv_cache_layout()),
+        "rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
+        "device": current_platform.device_type,
+    }
+    if current_platform.is_cpu():
+        fingerprint["attention_isa"] = _cpu_attention_isa(vllm_config, spec.block_size)
+    return fingerprint
+
+
+def _weights(folder: Path, revision: str | None, load_format: object) -> str:
+    """Content of a local checkpoint by size and samples of each file, or a hub id with its revision."""
+    if str(getattr(load_format, "value", load_format)) == "dummy":
+        return f"dummy of {folder.name}"
+    files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".bin", ".pt"))
+    if not files:
+        return f"{folder}@{revision}"
+    digest = blake2b(digest_size=16)
+    for path in [*files, folder / "config.json"]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for offset in range(0, size, max(SAMPLE_BYTES, size // 8)):
+                file.seek(offset)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _tokenizer(folder: Path, revision: str | None) -> str:
+    digest = blake2b(digest_size=16)
+    found = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+    if not found:
+        return f"{folder}@{revision}"
+    for path in found:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu_attention_isa(vllm_config: VllmConfig, block_size: int) -> str:
+    """On CPU the bytes inside a block depend on the instruction set that attention uses."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = vllm_config.model_config
+    return str(_get_attn_isa(
+        model.dtype, block_size, model.get_head_size(), vllm_config.cache_config.cache_dtype
+    ))  # fmt: skip

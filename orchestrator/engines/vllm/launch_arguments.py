@@ -1,0 +1,77 @@
+"""From a node's configuration to the command line and environment of vLLM's own API server.
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.engines.command import (
+    EngineCommand,
+    common_arguments,
+    network_environment,
+    passed_on_arguments,
+    transfer_settings,
+)
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+
+CONNECTOR = "SplitserveConnector"
+CONNECTOR_MODULE = "splitserve.orchestrator.engines.vllm.connector"
+
+
+def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: str) -> EngineCommand:
+    """The command of one vLLM engine with splitserve's connector in it."""
+    args = node.settings.engine_args
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += common_arguments(config, node, model)
+    argv += ["--dtype", args.dtype, "--kv-cache-dtype", args.kv_cache_dtype]
+    argv += ["--enforce-eager"] if args.enforce_eager else []
+    argv += ["--disable-access-log-for-endpoints", "/health,/metrics"]
+    argv += ["--kv-transfer-config", _kv_transfer_config(config, node, incarnation)]
+    argv += passed_on_arguments(node)
+    return EngineCommand(tuple(argv), _environment(node, model) | node.settings.env)
+
+
+def omp_binding(cpus: tuple[int, ...], ranks: int) -> str:
+    """``VLLM_CPU_OMP_THREADS_BIND``: the node's CPUs in order, split evenly over its ranks
+    (``0,1|2,3``).
+    """
+    share = len(cpus) // ranks
+    return "|".join(
+        ",".join(str(cpu) for cpu in cpus[rank * share : (rank + 1) * share])
+        for rank in range(ranks)
+    )
+
+
+def _kv_transfer_config(config: ClusterConfig, node: NodeConfig, incarnation: str) -> str:
+    return json.dumps(
+        {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "engine_id": incarnation,
+            "kv_connector_extra_config": transfer_settings(config, node, incarnation),
+        }
+    )
+
+
+def _environment(node: NodeConfig, model: str) -> dict[str, str]:
+    env = network_environment(node) | {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        # setproctitle would overwrite the environment block by which left-over processes are found
+        "SPT_NOENV": "1",
+    }
+    if model.startswith("/"):
+        env["HF_HUB_OFFLINE"] = "1"
+    if node.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in node.gpus)
+    elif node.cpus is not None:
+        ranks = node.settings.engine_args.tensor_parallel_size
+        env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(node.cpus, ranks)
+    return env

@@ -1,0 +1,141 @@
+"""The connector in a vLLM worker: describing its KV memory and driving the rank's transfer thread from the hooks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.layout import PageLayout
+from splitserve.kv_transfer.transfer_thread import TransferThread, WhenReady
+from splitserve.kv_transfer.transports.base import Region
+from splitserve.orchestrator.engines.vllm.connector_config import connector_config
+from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
+from splitserve.orchestrator.engines.vllm.support import UnsupportedEngineError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from splitserve.kv_transfer.orders import StepOrders, TransferResults
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    """One rank's end of the connector. Used by the worker's main thread."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._layer_names = list(kv_cache_config.kv_cache_groups[0].layer_names)
+        self._layer_of = {name: number for number, name in enumerate(self._layer_names)}
+        self._thread: TransferThread | None = None
+        self._last_counters: dict[str, float] = {}
+        self.rank: int = 0
+
+    def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe the KV memory and start the transfer thread. Raises when peers could not reach it."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self.rank = get_tensor_model_parallel_rank()
+        tensor_parallel = self._vllm_config.parallel_config.tensor_parallel_size
+        views = [kv_caches[name] for name in self._layer_names]
+        total_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        layout = _describe(views, self._kv_cache_config.num_blocks, self.rank, total_heads)
+        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
+        self._thread = TransferThread(
+            connector_config(self._vllm_config).transfer_settings(self.rank, tensor_parallel),
+            layout=layout,
+            regions=[Region(address, storage.nbytes()) for address, storage in storages.items()],
+            fingerprint=engine_fingerprint(self._vllm_config, self._kv_cache_config),
+        )
+        self._thread.start()
+        logger.info(
+            "KV of rank %d: %d layers, %d blocks of %d tokens, pages of %d bytes",
+            self.rank, layout.layers, layout.num_blocks, layout.block_tokens, layout.page_bytes,
+        )  # fmt: skip
+
+    @property
+    def _transfers(self) -> TransferThread:
+        assert self._thread is not None, "the KV memory was not registered"
+        return self._thread
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Before the forward pass."""
+        self._transfers.begin_step(orders)
+
+    def layer_done(self, layer_name: str, kv_layer: torch.Tensor) -> None:
+        """After the attention of a layer; layers without pages of their own are none of ours."""
+        layer = self._layer_of.get(layer_name)
+        if layer is not None:
+            self._transfers.layer_done(layer, _recorded(kv_layer) if kv_layer.is_cuda else None)
+
+    def end_step(self) -> None:
+        """After the forward pass."""
+        when_ready = None
+        if self._vllm_config.device_config.device_type == "cuda":
+            import torch
+
+            when_ready = _recorded(torch.empty(0, device="cuda"))
+        self._transfers.end_step(when_ready)
+
+    def take_results(self) -> TransferResults:
+        """What has finished since the last step."""
+        return self._transfers.take_results()
+
+    def changed_counters(self) -> dict[str, float] | None:
+        """The thread's counters, None when they are as at the last call."""
+        counters = self._transfers.counters()
+        if counters == self._last_counters:
+            return None
+        self._last_counters = counters
+        return counters
+
+    def stop(self) -> None:
+        """End the transfer thread."""
+        if self._thread is not None:
+            self._thread.stop()
+
+
+def _describe(
+    views: list[torch.Tensor], num_blocks: int, rank: int, total_heads: int
+) -> PageLayout:
+    """The page layout of ``views``, each ``[blocks, heads, tokens, channels]`` with contiguous pages.
+
+    Raises ``UnsupportedEngineError`` for any other memory layout.
+    """
+    first = views[0]
+    blocks, heads, tokens, channels = first.shape
+    if blocks != num_blocks:
+        raise UnsupportedEngineError(
+            f"the attention backend splits the engine's {num_blocks} blocks into {blocks}; choose a block_size that "
+            "it takes whole"
+        )
+    expected = (tokens * channels, channels, 1)
+    for view in views:
+        if view.shape != first.shape or view.stride() != (first.stride(0), *expected):
+            raise UnsupportedEngineError(
+                f"KV pages of shape {tuple(view.shape)} and strides {view.stride()} are not contiguous by heads (layout "
+                "LBHNC); the attention backend does not support splitting"
+            )
+    item = first.element_size()
+    return PageLayout(
+        layer_bases=tuple(view.data_ptr() for view in views),
+        block_stride=first.stride(0) * item,
+        page_bytes=heads * tokens * channels * item,
+        num_blocks=num_blocks,
+        block_tokens=tokens,
+        heads=heads,
+        first_head=rank * heads,
+        total_heads=total_heads,
+    )
+
+
+def _recorded(tensor: torch.Tensor) -> WhenReady:
+    """A wait for everything that the tensor's current stream was given so far."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event.synchronize

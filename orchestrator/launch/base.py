@@ -1,0 +1,59 @@
+"""What every launcher does: it brings the processes of one resolved cluster up, keeps them up, and
+takes them down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.agent.status_file import NodeStatus
+
+
+class StartError(Exception):
+    """The cluster cannot be brought up; what was started has to be stopped. ``details`` are lines
+    for people.
+    """
+
+    def __init__(self, message: str, details: tuple[str, ...] = ()) -> None:
+        self.details = details
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """One look at a cluster."""
+
+    router: str
+    """``starting``, ``waits for nodes``, ``ready``, ``dead`` (waits for a restart) or ``failed``.
+    """
+    nodes: dict[str, NodeStatus | None]
+    """By node name; None before its agent has spoken."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the router answers and uses every node."""
+        return self.router == "ready" and all(
+            status is not None
+            and status.phase == "ready"
+            and status.router_connected
+            and not status.refused
+            for status in self.nodes.values()
+        )
+
+
+class Launcher(Protocol):
+    """Holds the processes of one cluster."""
+
+    async def start(self) -> None:
+        """The router and every agent have been started. Raises ``StartError``."""
+
+    async def status(self) -> ClusterStatus:
+        """What runs now."""
+
+    def failure(self) -> StartError | None:
+        """Why the cluster cannot become ready (or whole again), None while it can."""
+
+    async def stop(self, drain_s: float) -> None:
+        """Nothing that was started lives any more. Running requests get ``drain_s`` to finish."""

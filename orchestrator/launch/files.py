@@ -1,0 +1,148 @@
+"""Where running clusters leave their traces: ``$XDG_STATE_HOME/splitserve`` (by default
+``~/.local/state/splitserve``), for the owner only.
+
+``NAME.json`` says which ``up`` runs the cluster NAME and where it serves; the folder ``NAME/``
+holds the resolved configuration, one status file per node, and ``logs/``. The lock file is held by
+``up`` for its life and released by the kernel, so "is it running" has one answer, also after a
+SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+
+class RunningClusterError(Exception):
+    """A cluster of that name runs already."""
+
+
+class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
+    """The content of ``NAME.json``."""
+
+    name: str
+    run: str
+    """Marker in the environment of every process of this run."""
+    pid: int
+    """The ``up`` that runs it."""
+    source: str
+    """The YAML it was started from."""
+    url: str
+    nodes: tuple[str, ...]
+    phase: str
+    """``starting``, ``serving`` or ``stopping``."""
+    started: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class ClusterFiles:
+    """The paths of one cluster."""
+
+    name: str
+
+    @property
+    def record_path(self) -> Path:
+        """``NAME.json``."""
+        return state_home() / f"{self.name}.json"
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return state_home() / self.name
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.run_dir / "resolved.json"
+
+    @property
+    def log_dir(self) -> Path:
+        """Default folder of the logs."""
+        return self.run_dir / "logs"
+
+    def lock(self) -> IO[bytes]:
+        """The lock, held until the file is closed or this process ends. Raises
+        ``RunningClusterError`` when another ``up`` holds it.
+        """
+        self._make_folders()
+        handle = (self.run_dir / "lock").open("ab")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            record = self.record()
+            by = f" (pid {record.pid}, {record.url})" if record is not None else ""
+            raise RunningClusterError(
+                f"a cluster named {self.name!r} is running already{by}; "
+                f"stop it with `splitserve down {self.name}`, or give this one another `name`"
+            ) from None
+        return handle
+
+    def is_running(self) -> bool:
+        """Whether an ``up`` holds the lock."""
+        try:
+            with (self.run_dir / "lock").open("rb") as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+        return False
+
+    def record(self) -> ClusterRecord | None:
+        """What the last ``up`` wrote and has not removed."""
+        try:
+            return msgspec.json.decode(self.record_path.read_bytes(), type=ClusterRecord)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def write_record(self, record: ClusterRecord) -> None:
+        """``NAME.json`` holds ``record``, readable by its owner only."""
+        write_private(self.record_path, msgspec.json.encode(record))
+
+    def remove_record(self) -> None:
+        """The cluster has been stopped."""
+        self.record_path.unlink(missing_ok=True)
+
+    def begin_run(self, resolved: str) -> None:
+        """The folder is ready for a new run: old statuses gone, the resolved configuration
+        written.
+        """
+        self._make_folders()
+        for old in (*self.run_dir.glob("*.status.json"), *self.run_dir.glob("*.incarnation")):
+            old.unlink(missing_ok=True)
+        write_private(self.config_path, resolved.encode())
+
+    def _make_folders(self) -> None:
+        self.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (state_home(), self.run_dir):
+            with contextlib.suppress(PermissionError):
+                folder.chmod(0o700)
+
+
+def state_home() -> Path:
+    """The folder of all clusters of this user."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    return root / "splitserve"
+
+
+def known_clusters() -> list[ClusterFiles]:
+    """Clusters that have a record: running, or ended without being able to remove it."""
+    return [ClusterFiles(path.stem) for path in sorted(state_home().glob("*.json"))]
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """``path`` holds ``data``, mode 0600, replaced at once."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as handle:
+        handle.write(data)
+    fresh.replace(path)

@@ -1,0 +1,75 @@
+"""From a YAML to everything a launcher needs, and what of it may be shown."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from splitserve.orchestrator.config import load, nodes, secret_for
+from splitserve.orchestrator.engines.command import engine_command
+from splitserve.orchestrator.launch.ports import with_ports
+from splitserve.orchestrator.launch.preflight import model_of, preflight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from splitserve.orchestrator.config import ClusterConfig
+
+SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster that has passed every check and can be started."""
+
+    source: str
+    config: ClusterConfig
+    """With every port filled in."""
+    model: str
+    """Folder or Hub id for the engines."""
+    run: str
+    """Marker of this run."""
+    secret: bytes
+
+
+def plan(source: str, environ: Mapping[str, str]) -> Plan:
+    """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
+    has been started.
+    """
+    config = load(source)
+    preflight(config, environ)
+    config = with_ports(config)
+    return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config))
+
+
+def shown_config(config: ClusterConfig) -> str:
+    """The resolved configuration as YAML; values of variables with telling names are hidden."""
+    data: dict[str, Any] = config.model_dump(exclude_none=True)
+    for pool in ("prefill", "decode"):
+        data[pool]["env"] = shown_env(data[pool]["env"])
+    text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+    return text
+
+
+def shown_commands(plan: Plan) -> dict[str, str]:
+    """The command line of each node's engine, with the variables it gets; without secrets."""
+    shown = {}
+    for node in nodes(plan.config):
+        command = engine_command(plan.config, node, plan.model, f"{node.name}-INCARNATION")
+        variables = [
+            f"{name}={shlex.quote(value)}" for name, value in shown_env(command.env).items()
+        ]
+        pin = [f"taskset -c {','.join(map(str, node.cpus))}"] if node.cpus else []
+        shown[node.name] = " ".join([*variables, *pin, shlex.join(command.argv)])
+    return shown
+
+
+def shown_env(env: dict[str, str]) -> dict[str, str]:
+    """``env`` with secret-looking values hidden."""
+    return {name: HIDDEN if SECRET_NAMES.search(name) else value for name, value in env.items()}

@@ -1,0 +1,82 @@
+"""Gives a cluster the ports that its YAML left open (0)."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from splitserve.orchestrator.config import ClusterConfig, PoolConfig
+
+FREE_RANGE = range(20_000, 32_000)
+"""Where free ports are looked for: below the range from which Linux takes ports for outgoing
+connections.
+"""
+_TRIES = 200
+
+
+def is_free(port: int, host: str) -> bool:
+    """Whether a listener can be opened on ``host:port`` now. Raises ``OSError`` when the address
+    itself cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise
+    return True
+
+
+def with_ports(config: ClusterConfig, rng: random.Random | None = None) -> ClusterConfig:
+    """The same cluster with every open port filled in, none of them in use now. Fixed ports are
+    left as they are.
+    """
+    picker = _Picker(rng or random.SystemRandom())
+    router = config.router
+    if router.port == 0:
+        router = router.model_copy(update={"port": picker.run_of(1, [router.host])})
+    pools = {pool: _pool_with_ports(config.pool(pool), picker) for pool in ("prefill", "decode")}
+    return config.model_copy(update={"router": router, **pools})
+
+
+def _pool_with_ports(settings: PoolConfig, picker: _Picker) -> PoolConfig:
+    transfer = settings.transfer
+    if settings.port_base == 0:
+        base = picker.run_of(2 * settings.replicas, [settings.host, "127.0.0.1"])
+        settings = settings.model_copy(update={"port_base": base})
+    if transfer.port_base == 0:
+        ranks = settings.engine_args.tensor_parallel_size
+        base = picker.run_of(settings.replicas * ranks, [transfer.host])
+        transfer = transfer.model_copy(update={"port_base": base})
+    return settings.model_copy(update={"transfer": transfer})
+
+
+class _Picker:
+    """Picks runs of free ports and never the same port twice."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._taken: set[int] = set()
+
+    def run_of(self, length: int, hosts: Iterable[str]) -> int:
+        """First of ``length`` consecutive ports that are free on all ``hosts``."""
+        hosts = set(hosts)
+        for _ in range(_TRIES):
+            first = self._rng.randrange(FREE_RANGE.start, FREE_RANGE.stop - length)
+            run = range(first, first + length)
+            if self._taken.isdisjoint(run) and all(
+                is_free(port, host) for port in run for host in hosts
+            ):
+                self._taken.update(run)
+                return first
+        raise ConfigError([f"no {length} free ports in a row in {FREE_RANGE}; give fixed ports"])

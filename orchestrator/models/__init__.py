@@ -1,0 +1,3 @@
+"""Models on disk: the prepared ones, the tiny one for tests, and what a YAML's ``model.path``
+means.
+"""

@@ -1,0 +1,176 @@
+"""The agents' end of the router: one WebSocket per node, JSON frames, authenticated by the cluster
+secret.
+
+Frames to an agent go through a bounded outbox, so that a slow agent never holds the router; one
+that lets its outbox fill is disconnected and comes back with a hello.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from splitserve.orchestrator.agent import messages as msg
+from splitserve.orchestrator.agent.auth import is_agent_token
+from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.router.engine_client import EngineAddress
+from splitserve.orchestrator.router.errors import ApiError
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core import effects as ef
+    from splitserve.orchestrator.router.core_driver import CoreDriver
+
+_log = logging.getLogger(__name__)
+
+OUTBOX_LIMIT_FRAMES = 4096
+FRAME_LIMIT_BYTES = 2**20
+HEARTBEAT_S = 5.0
+SEND_TIMEOUT_S = 5.0
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(msg.FromAgent).decode
+
+
+class AgentConnection:
+    """One agent's socket and what waits to be sent on it."""
+
+    def __init__(self, socket: web.WebSocketResponse) -> None:
+        self.description: msg.NodeDescription | None = None
+        self._socket = socket
+        self._outbox: asyncio.Queue[msg.ToAgent] = asyncio.Queue(OUTBOX_LIMIT_FRAMES)
+        self._closing: asyncio.Task[bool] | None = None
+
+    def send(self, frame: msg.ToAgent) -> None:
+        """The frame is on its way, or the connection is being closed because too many are."""
+        try:
+            self._outbox.put_nowait(frame)
+        except asyncio.QueueFull:
+            self.close("too many frames wait")
+
+    def close(self, reason: str) -> None:
+        """The agent is told to come again."""
+        if self._closing is None:
+            close = self._socket.close(
+                code=WSCloseCode.TRY_AGAIN_LATER, message=reason.encode()[:120]
+            )
+            self._closing = asyncio.get_running_loop().create_task(close)
+
+    async def send_all(self) -> None:
+        """Send what comes into the outbox; ends by cancellation or with the connection."""
+        while True:
+            frame = await self._outbox.get()
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._socket.send_str(_encode(frame).decode())
+            except (ConnectionError, TimeoutError) as error:
+                _log.warning("an agent does not take its frames: %r", error)
+                self.close("frames are not taken")
+                return
+
+
+class AgentHub:
+    """All agents; performs the core's orders to nodes."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.driver: CoreDriver | None = None
+        self.loading: dict[str, msg.LoadingProgress] = {}
+        """What nodes that are not ready yet are doing, for people to read."""
+        self.last_death: dict[str, msg.EngineDied] = {}
+        self._secret = secret
+        self._connections: dict[str, AgentConnection] = {}
+        self._sockets: set[AgentConnection] = set()
+
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One agent's connection from its hand-shake to its end."""
+        if not is_agent_token(request.headers.get("Authorization"), self._secret):
+            raise ApiError(401, "this is for agents that know the cluster secret")
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_LIMIT_BYTES)
+        if not socket.can_prepare(request).ok:
+            raise ApiError(400, "agents connect by WebSocket")
+        await socket.prepare(request)
+        connection = AgentConnection(socket)
+        self._sockets.add(connection)
+        sender = asyncio.get_running_loop().create_task(connection.send_all())
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    break
+                try:
+                    frame = _decode(message.data)
+                except msgspec.DecodeError as error:
+                    _log.warning("an agent sent a frame that cannot be read: %s", error)
+                    break
+                self._receive(connection, frame)
+        finally:
+            sender.cancel()
+            self._sockets.discard(connection)
+            self._lost(connection)
+            if not socket.closed:
+                connection.close("goodbye")
+        return socket
+
+    def close(self) -> None:
+        """Tell all agents to come again (to the router that follows)."""
+        for connection in self._sockets:
+            connection.close("the router is stopping")
+
+    # Orders of the core
+
+    def accept(self, order: ef.AcceptNode) -> None:
+        self._send(order.node, msg.Welcome(router="splitserve"))
+
+    def refuse(self, order: ef.RefuseNode) -> None:
+        _log.error("node %s is refused: %s", order.node, order.reason)
+        self._send(order.node, msg.RefuseNode(reason=order.reason))
+
+    def fail_transfer(self, order: ef.FailTransfer) -> None:
+        self._send(order.node, msg.FailTransfer(transfer_id=order.transfer_id, reason=order.reason))
+
+    def announce_death(self, order: ef.AnnounceDeath) -> None:
+        for connection in self._connections.values():
+            connection.send(msg.PeerDied(incarnation=order.incarnation))
+
+    def _send(self, node: str, frame: msg.ToAgent) -> None:
+        connection = self._connections.get(node)
+        if connection is not None:
+            connection.send(frame)
+
+    # Facts from agents
+
+    def _receive(self, connection: AgentConnection, frame: msg.FromAgent) -> None:
+        assert self.driver is not None
+        match frame:
+            case msg.AgentHello(description=description, role=role):
+                try:
+                    EngineAddress.of(description.engine_url)
+                except ValueError as error:
+                    connection.send(msg.RefuseNode(reason=str(error)))
+                    return
+                older = self._connections.get(description.node)
+                if older is not None and older is not connection:
+                    older.description = None
+                    older.close("another connection speaks for this node")
+                connection.description = description
+                self._connections[description.node] = connection
+                self.loading.pop(description.node, None)
+                self.driver.tell(ev.NodeJoined(description, role))
+            case msg.NodeState():
+                self.driver.tell(ev.NodeReported(frame))
+            case msg.LoadingProgress(node=node):
+                self.loading[node] = frame
+            case msg.EngineDied(node=node, incarnation=incarnation, likely_cause=cause):
+                _log.error("the engine of %s died: %s", node, cause)
+                self.last_death[node] = frame
+                self.driver.tell(ev.NodeDied(node, incarnation, cause))
+
+    def _lost(self, connection: AgentConnection) -> None:
+        description = connection.description
+        if description is None or self._connections.get(description.node) is not connection:
+            return
+        assert self.driver is not None
+        del self._connections[description.node]
+        self.driver.tell(ev.NodeDisconnected(description.node, description.incarnation))

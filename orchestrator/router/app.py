@@ -1,0 +1,140 @@
+"""Puts a router together and runs it: core, engine client, agents, server; from its start to a
+bounded stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+from aiohttp import web
+
+from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
+from splitserve.orchestrator.core.limits import CoreLimits
+from splitserve.orchestrator.core.placement import PlacementLimits
+from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.router.agents import AgentHub
+from splitserve.orchestrator.router.core_driver import CoreDriver
+from splitserve.orchestrator.router.engine_client import EngineClient
+from splitserve.orchestrator.router.metrics import RouterMetrics
+from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.server import RouterServer
+from splitserve.orchestrator.router.tenants import Tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.core.effects import Timeline
+
+_log = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 2.0
+"""Time that the last bytes of ended answers get to leave."""
+
+
+@dataclass
+class Router:
+    """A running router. Made by ``start``; ``stop`` ends it."""
+
+    core: RouterCore
+    driver: CoreDriver
+    agents: AgentHub
+    client: EngineClient
+    log: RequestLog
+    port: int
+    _server: asyncio.Server
+    _handlers: web.Server
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
+        self.driver.tell(RouterDraining())
+        await self.driver.wait_until_idle(timeout_s)
+
+    async def stop(self) -> None:
+        """End every request with an error, close every connection; takes a few seconds at most."""
+        self._server.close()
+        self.driver.tell(RouterStopping())
+        self.agents.close()
+        self._handlers.pre_shutdown()
+        await self._handlers.shutdown(FLUSH_TIMEOUT_S)
+        self.driver.close()
+        self.client.close()
+        self.log.flush()
+
+
+async def start(
+    config: ClusterConfig,
+    secret: bytes,
+    tenant_by_key: Mapping[str, str],
+    log_stream: IO[bytes] | None = None,
+) -> Router:
+    """Listen as the configuration says. Raises ``OSError`` when the port is taken."""
+    core = RouterCore(limits_of(config))
+    metrics = RouterMetrics(core)
+    log = RequestLog(log_stream, config.observability.timeline_requests)
+    client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
+    agents = AgentHub(secret)
+
+    def on_end(timeline: Timeline, client_request_id: str) -> None:
+        metrics.observe(timeline)
+        log.add(timeline, client_request_id)
+
+    driver = CoreDriver(core, client, agents, secret, on_end)
+    agents.driver = driver
+    server = RouterServer(
+        driver,
+        agents,
+        Tenants(tenant_by_key, secret),
+        metrics,
+        log,
+        served_name=config.model.name,
+        max_body_bytes=config.router.max_body_bytes,
+        secret=secret,
+    )
+    handlers = web.Server(server.handle, handler_cancellation=True, access_log=None)
+    listener = await asyncio.get_running_loop().create_server(
+        handlers, config.router.host, config.router.port, reuse_address=True
+    )
+    port = int(listener.sockets[0].getsockname()[1])
+    _log.info("listening on http://%s:%d", config.router.host, port)
+    return Router(core, driver, agents, client, log, port, listener, handlers)
+
+
+def limits_of(config: ClusterConfig) -> CoreLimits:
+    """The core's bounds as the cluster YAML sets them."""
+    router, policy = config.router, config.policy
+    return CoreLimits(
+        queue_limit_requests=router.queue_limit_requests,
+        queue_timeout_s=router.queue_timeout_s,
+        first_token_deadline_s=router.first_token_deadline_s,
+        request_deadline_s=router.request_deadline_s,
+        node_silence_limit_s=router.node_silence_limit_s,
+        max_attempts=policy.max_attempts,
+        placement=PlacementLimits(
+            prefill_ahead_requests=router.prefill_ahead_requests,
+            min_uncached_tokens=policy.conditional.min_uncached_tokens,
+        ),
+    )
+
+
+async def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
+    wants_log = config.observability.log_level in ("debug", "info")
+    router = await start(config, secret, tenant_by_key, sys.stdout.buffer if wants_log else None)
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    await signals.get()
+    _log.info("stopping")
+    drain = asyncio.ensure_future(router.drain(config.supervision.drain_timeout_s))
+    again = asyncio.ensure_future(signals.get())
+    await asyncio.wait((drain, again), return_when=asyncio.FIRST_COMPLETED)
+    drain.cancel()
+    again.cancel()
+    await router.stop()

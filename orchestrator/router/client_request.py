@@ -1,0 +1,241 @@
+"""A client's request body: checked as far as the router must understand it, and rewritten for the
+two legs.
+
+The engine is the judge of everything that is not checked here; its 4xx answers are passed on. The
+router itself refuses what would make the two legs differ or hide the request's size: bodies that
+are no JSON object, and wrong types of the fields it reads.
+
+Decode leg: the client's own bytes, with the router's fields spliced in before the last brace;
+encoded again only when the client sent those fields itself. Prefill leg: the fields that shape the
+prompt, one greedy token, no stream. ``tools`` stay, since they are part of the rendered prompt; a
+forced ``tool_choice`` becomes ``none``, because parsing a tool call out of one token fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from splitserve.orchestrator.router.errors import ApiError
+
+CHAT = "chat"
+COMPLETIONS = "completions"
+
+BYTES_PER_TOKEN = 3
+"""Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
+
+_NOT_ON_PREFILL: Final = frozenset(
+    {
+        "n",
+        "best_of",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "return_prompt_text",
+        "max_completion_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "stream_options",
+        "stream_interval",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "seed",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "repetition_detection",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "thinking_token_budget",
+        "suffix",
+        "kv_transfer_params",
+    }
+)
+"""Fields that matter only for sampling or for the answer's form."""
+
+_NEVER_SPLIT: Final[dict[str, tuple[object, ...]]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "echo": (None, False),
+    "prompt_logprobs": (None,),
+    "prompt_embeds": (None,),
+    "truncate_prompt_tokens": (None,),
+    "suffix": (None, ""),
+}
+"""Fields with the only values that a split request may have; all others go to a decode node alone.
+"""
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """What the router knows of a request's body."""
+
+    endpoint: str
+    raw: bytes
+    fields: dict[str, Any]
+    is_streaming: bool
+    prompt_tokens: int
+    """Exact for token ids, else an estimate."""
+    output_tokens: int | None
+    alone_because: str
+
+    def decode_body(self, kv_transfer_params: bytes | None, salt: str | None) -> list[bytes]:
+        """The decode leg's body in pieces; ``kv_transfer_params`` is JSON, None for a request that
+        is not split.
+        """
+        if "kv_transfer_params" in self.fields or (
+            salt is not None and "cache_salt" in self.fields
+        ):
+            fields = {k: v for k, v in self.fields.items() if k != "kv_transfer_params"}
+            if salt is not None:
+                fields["cache_salt"] = salt
+            raw = orjson.dumps(fields)
+            salt = None
+        else:
+            raw = self.raw
+        suffix = b""
+        if salt is not None:
+            suffix += b',"cache_salt":' + orjson.dumps(salt)
+        if kv_transfer_params is not None:
+            suffix += b',"kv_transfer_params":' + kv_transfer_params
+        if not suffix:
+            return [raw]
+        end = raw.rindex(b"}")
+        return [memoryview(raw)[:end], suffix + b"}"]  # type: ignore[list-item]
+
+    def prefill_body(self, kv_transfer_params: bytes, salt: str | None) -> bytes:
+        """The prefill leg's body."""
+        fields = {k: v for k, v in self.fields.items() if k not in _NOT_ON_PREFILL}
+        fields["max_tokens"] = 1
+        fields["stream"] = False
+        fields["temperature"] = 0
+        if "tools" in fields:
+            fields["tool_choice"] = "none"
+        else:
+            fields.pop("tool_choice", None)
+        if salt is not None:
+            fields["cache_salt"] = salt
+        return orjson.dumps(fields)[:-1] + b',"kv_transfer_params":' + kv_transfer_params + b"}"
+
+
+def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> ClientRequest:
+    """The request of that body. Raises ``ApiError`` 400 or, for a model that is not served, 404."""
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the request body must be a JSON object")
+    model = fields.get("model")
+    if model is not None and type(model) is not str:
+        raise ApiError(400, "'model' must be a string", param="model")
+    if model is not None and model not in models:
+        raise ApiError(404, f"The model `{model}` does not exist.", param="model")
+    is_streaming = fields.get("stream")
+    if is_streaming is not None and type(is_streaming) is not bool:
+        raise ApiError(400, "'stream' must be a boolean", param="stream")
+    output_tokens = _limit(fields, "max_tokens")
+    if endpoint == CHAT:
+        more = _limit(fields, "max_completion_tokens")
+        output_tokens = output_tokens if more is None else more
+        prompt_tokens, alone_because = _read_messages(fields, len(raw))
+    else:
+        if output_tokens is None and "max_tokens" not in fields:
+            output_tokens = 16
+        prompt_tokens, alone_because = _read_prompt(fields, len(raw))
+    if not alone_because:
+        alone_because = _why_alone(fields, output_tokens)
+    return ClientRequest(
+        endpoint,
+        raw,
+        fields,
+        bool(is_streaming),
+        prompt_tokens,
+        output_tokens,
+        alone_because,
+    )
+
+
+def _limit(fields: dict[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is None or type(value) is int:
+        return value
+    if type(value) is float and value.is_integer():
+        return int(value)
+    raise ApiError(400, f"{name!r} must be an integer", param=name)
+
+
+def _read_messages(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
+    """(estimate of the prompt's tokens, why not to split)."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        problem = "'messages' is missing" if messages is None else "'messages' must be an array"
+        raise ApiError(400, problem, param="messages")
+    alone_because = "" if messages else "messages"
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ApiError(400, "every item of 'messages' must be an object", param="messages")
+        content = message.get("content")
+        if type(content) is list and any(
+            isinstance(part, dict) and part.get("type") not in ("text", "refusal")
+            for part in content
+        ):
+            alone_because = "multimodal"
+    return raw_bytes // BYTES_PER_TOKEN + 1, alone_because
+
+
+def _read_prompt(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
+    """(the prompt's tokens, exact or estimated; why not to split)."""
+    prompt = fields.get("prompt")
+    if type(prompt) is str:
+        return raw_bytes // BYTES_PER_TOKEN + 1, "" if prompt else "empty prompt"
+    if prompt is None:
+        if fields.get("prompt_embeds") is None:
+            raise ApiError(400, "'prompt' is missing", param="prompt")
+        return raw_bytes // BYTES_PER_TOKEN + 1, "prompt_embeds"
+    if not isinstance(prompt, list):
+        raise ApiError(400, "'prompt' must be a string or an array", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if not kinds:
+        return 1, "empty prompt"
+    if kinds == {int}:
+        return len(prompt), ""
+    if kinds == {str}:
+        tokens = raw_bytes // BYTES_PER_TOKEN + 1
+        return tokens, "" if len(prompt) == 1 and prompt[0] else "several prompts"
+    if kinds == {list}:
+        if any(type(token) is not int for tokens in prompt for token in tokens):
+            raise ApiError(400, "token ids in 'prompt' must be integers", param="prompt")
+        return sum(map(len, prompt)), "" if len(prompt) == 1 and prompt[0] else "several prompts"
+    raise ApiError(
+        400,
+        "'prompt' must hold either strings, or token ids, or arrays of token ids",
+        param="prompt",
+    )
+
+
+def _why_alone(fields: dict[str, Any], output_tokens: int | None) -> str:
+    for name, allowed in _NEVER_SPLIT.items():
+        if name in fields:
+            value = fields[name]
+            if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+                return name
+    if output_tokens is not None and output_tokens < 1:
+        return "max_tokens"
+    return ""

@@ -1,0 +1,124 @@
+"""Drives the core: hands it facts with the monotonic clock, performs its orders, and wakes it at its
+deadlines.
+
+Facts that arise while orders are being performed wait for their turn, so the core's orders are
+performed in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core import effects as ef
+from splitserve.orchestrator.core.events import Event, TimePassed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from splitserve.orchestrator.core.router_core import RouterCore
+    from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.engine_client import EngineClient
+    from splitserve.orchestrator.router.exchange import Exchange
+
+
+CLOCK_STEP_S = 0.001
+"""The loop's timers count in milliseconds and may fire up to one early; the core's clock is finer."""
+
+
+class CoreDriver:
+    """The only caller of ``RouterCore.handle`` in a router."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        client: EngineClient,
+        agents: AgentHub,
+        secret: bytes,
+        on_end: Callable[[ef.Timeline, str], None],
+    ) -> None:
+        self.core = core
+        self.client = client
+        self.secret = secret
+        self.exchanges: dict[str, Exchange] = {}
+        self._agents = agents
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._facts: deque[Event] = deque()
+        self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._idle: asyncio.Event | None = None
+        self._performers: dict[type, Callable[[Any], None]] = {
+            ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
+            ef.StartAlone: lambda order: self.exchanges[order.request_id].start_alone(order),
+            ef.CancelLeg: lambda order: self.exchanges[order.request_id].cancel_leg(order.leg),
+            ef.AnswerError: lambda order: self.exchanges[order.request_id].answer_error(order),
+            ef.PassRefusal: lambda order: self.exchanges[order.request_id].pass_refusal(),
+            ef.EndRequest: self._end_request,
+            ef.AcceptNode: agents.accept,
+            ef.RefuseNode: agents.refuse,
+            ef.FailTransfer: agents.fail_transfer,
+            ef.AnnounceDeath: agents.announce_death,
+        }
+
+    def admit(self, exchange: Exchange, event: Event) -> None:
+        """A new request: its exchange hears the core's orders from now on."""
+        self.exchanges[exchange.id] = exchange
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """A fact; its orders are performed before this returns, unless orders are being performed
+        already.
+        """
+        self._facts.append(event)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._facts:
+                fact = self._facts.popleft()
+                for effect in self.core.handle(fact, time.monotonic()):
+                    self._performers[type(effect)](effect)
+        finally:
+            self._is_busy = False
+        self._arm_timer()
+
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Until no request is left, at most ``timeout_s``."""
+        if not self.exchanges:
+            return
+        self._idle = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    def close(self) -> None:
+        """No timer fires any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end_request(self, order: ef.EndRequest) -> None:
+        exchange = self.exchanges.pop(order.timeline.request_id)
+        self._on_end(order.timeline, exchange.client_request_id)
+        if self._idle is not None and not self.exchanges:
+            self._idle.set()
+
+    def _arm_timer(self) -> None:
+        due = self.core.next_deadline()
+        if due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = self._loop.call_later(
+            max(0.0, due - time.monotonic()) + CLOCK_STEP_S, self._time_passed
+        )
+
+    def _time_passed(self) -> None:
+        self._timer = None
+        self.tell(TimePassed())

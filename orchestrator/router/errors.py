@@ -1,0 +1,55 @@
+"""Errors as an OpenAI client expects them.
+
+ApiError    an answer that the router gives itself: HTTP status, and the JSON body or SSE event with
+vLLM's fields
+"""
+
+from __future__ import annotations
+
+import orjson
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+class ApiError(Exception):
+    """The request ends with this status and message; ``param`` names the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "InternalServerError"),
+            "param": self.param,
+            "code": self.status,
+        }
+        return orjson.dumps({"error": error})
+
+    def event(self) -> bytes:
+        """The same as a server-sent event."""
+        return b"data: " + self.body() + b"\n\n"

@@ -1,0 +1,174 @@
+"""The router's Prometheus metrics. Every label has a small fixed set of values, or one value per
+node.
+
+Durations are in seconds. Gauges of nodes and of the queue are read from the core when they are
+scraped, so requests do not pay for them.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from prometheus_client.metrics_core import Metric
+
+    from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.core.membership import Node
+    from splitserve.orchestrator.core.router_core import RouterCore
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_NODE_COUNTERS_LIMIT = 64
+"""Different counters of connectors that are shown; the sum of all others is ``other``."""
+
+
+class RouterMetrics:
+    """Counts what requests did; ``render`` gives the text that Prometheus reads."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._requests = Counter(
+            "splitserve_requests",
+            "Requests that ended, by endpoint, outcome and status told to the client",
+            ("endpoint", "outcome", "status"),
+            registry=self._registry,
+        )
+        self._decisions = Counter(
+            "splitserve_disaggregation_decisions",
+            "Where requests were placed",
+            ("decision_type",),
+            registry=self._registry,
+        )
+        self._prefill_failures = Counter(
+            "splitserve_prefill_leg_failures",
+            "Prefill legs of the last attempt that were answered with an error status",
+            registry=self._registry,
+        )
+        self._retries = Counter(
+            "splitserve_decode_leg_retries",
+            "Attempts beyond the first",
+            registry=self._registry,
+        )
+        self._refused_before_core = Counter(
+            "splitserve_requests_refused_at_the_door",
+            "Requests answered before they were admitted, by status",
+            ("status",),
+            registry=self._registry,
+        )
+        self._first_data = self._histogram(
+            "splitserve_time_to_first_token_seconds",
+            "From arrival to the first data event of a streamed answer",
+        )
+        self._duration = self._histogram(
+            "splitserve_request_duration_seconds", "From arrival to the last byte"
+        )
+        self._queue_wait = self._histogram(
+            "splitserve_queue_wait_seconds", "From arrival to dispatch"
+        )
+        self._prefill_leg = self._histogram(
+            "splitserve_prefill_leg_seconds", "From dispatch to the prefill engine's answer"
+        )
+        self._children: dict[tuple[str, str, int], Counter] = {}
+        self._decision_children: dict[str, Counter] = {}
+        self._registry.register(_CoreCollector(core))
+
+    def observe(self, timeline: Timeline) -> None:
+        """One request ended."""
+        key = (timeline.endpoint, timeline.outcome, timeline.status)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._requests.labels(key[0], key[1], str(key[2]))
+        child.inc()
+        received, dispatched = timeline.received, timeline.dispatched
+        if dispatched is not None:
+            decided = self._decision_children.get(timeline.decision)
+            if decided is None:
+                decided = self._decisions.labels(timeline.decision)
+                self._decision_children[timeline.decision] = decided
+            decided.inc()
+            self._queue_wait.observe(dispatched - received)
+            if timeline.prefill_answered is not None:
+                self._prefill_leg.observe(timeline.prefill_answered - dispatched)
+                if (timeline.prefill_status or 0) >= 400:
+                    self._prefill_failures.inc()
+            if timeline.attempts > 1:
+                self._retries.inc(timeline.attempts - 1)
+        if timeline.streaming and timeline.first_data is not None:
+            self._first_data.observe(timeline.first_data - received)
+        if timeline.last_data is not None:
+            self._duration.observe(timeline.last_data - received)
+
+    def refused(self, status: int) -> None:
+        """One request was answered before it was admitted."""
+        self._refused_before_core.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=_FAST, registry=self._registry)
+
+
+class _CoreCollector(Collector):
+    """Gauges read from the core when they are scraped."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterable[Metric]:
+        core = self._core
+        waiting = GaugeMetricFamily("splitserve_requests_waiting", "Requests in the router's queue")
+        waiting.add_metric([], len(core.queue))
+        running = GaugeMetricFamily("splitserve_requests_running", "Requests with legs out")
+        running.add_metric([], len(core.requests) - len(core.queue))
+        yield waiting
+        yield running
+        nodes = list(core.membership.nodes.values())
+        yield self._per_node("ready", "1 when the node gets new work", nodes, lambda n: n.is_usable)
+        yield self._per_node("prefill_legs", "Prefill legs out", nodes, lambda n: n.prefill_legs)
+        yield self._per_node("decode_legs", "Decode legs out", nodes, lambda n: n.decode_legs)
+        yield self._per_node(
+            "committed_blocks", "Blocks promised by the router", nodes, lambda n: n.committed_blocks
+        )
+        for field in ("running", "waiting", "free_blocks", "open_transfers", "leased_blocks"):
+            yield self._per_node(
+                field,
+                f"The engine's own figure: {field.replace('_', ' ')}",
+                [node for node in nodes if node.state is not None],
+                attrgetter(f"state.{field}"),
+            )
+        counters = CounterMetricFamily(
+            "splitserve_connector", "Counters of the connectors", labels=("node", "counter")
+        )
+        for node in nodes:
+            values = sorted(node.state.counters.items()) if node.state else []
+            shown, rest = values[:_NODE_COUNTERS_LIMIT], values[_NODE_COUNTERS_LIMIT:]
+            if rest:
+                shown.append(("other", sum(value for _, value in rest)))
+            for name, value in shown:
+                counters.add_metric([node.name, name], value)
+        yield counters
+
+    def _per_node(
+        self, name: str, text: str, nodes: list[Node], value: Callable[[Node], float]
+    ) -> Metric:
+        family = GaugeMetricFamily(f"splitserve_node_{name}", text, labels=("node", "role"))
+        for node in nodes:
+            family.add_metric([node.name, node.role], float(value(node)))
+        return family

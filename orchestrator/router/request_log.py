@@ -1,0 +1,95 @@
+"""One JSON line per request: when what happened to it, and who served it.
+
+Lines are collected and written together a few times a second, so a request never waits for the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import IO, TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core.effects import Timeline
+
+FLUSH_INTERVAL_S = 0.2
+HELD_LIMIT_LINES = 1000
+
+
+class RequestLog:
+    """Writes the lines, and remembers the latest timelines for people who ask."""
+
+    def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
+        self.timelines: deque[dict[str, Any]] = deque(maxlen=kept_requests)
+        self._stream = stream
+        self._lines: list[bytes] = []
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._keeps = kept_requests > 0
+        self._wall_offset = time.time() - time.monotonic()
+
+    def add(self, timeline: Timeline, client_request_id: str) -> None:
+        """One request ended."""
+        if not self._keeps and self._stream is None:
+            return
+        record = as_record(timeline, client_request_id, self._wall_offset)
+        if self._keeps:
+            self.timelines.append(record)
+        if self._stream is None:
+            return
+        self._lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        if len(self._lines) >= HELD_LIMIT_LINES:
+            self.flush()
+        elif self._flush_timer is None:
+            loop = asyncio.get_running_loop()
+            self._flush_timer = loop.call_later(FLUSH_INTERVAL_S, self.flush)
+
+    def find(self, client_request_id: str) -> dict[str, Any] | None:
+        """The latest timeline with that X-Request-Id."""
+        matching = (r for r in reversed(self.timelines) if r["request_id"] == client_request_id)
+        return next(matching, None)
+
+    def flush(self) -> None:
+        """Everything added so far is written."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if self._lines and self._stream is not None:
+            lines, self._lines = self._lines, []
+            self._stream.write(b"".join(lines))
+            self._stream.flush()
+
+
+def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) -> dict[str, Any]:
+    """A timeline as the log shows it: the wall time of arrival, everything else in milliseconds
+    after it.
+    """
+    received = timeline.received
+
+    def after(moment: float | None) -> float | None:
+        return None if moment is None else round((moment - received) * 1000, 3)
+
+    return {
+        "event": "request",
+        "request_id": client_request_id,
+        "id": timeline.request_id,
+        "received_unix_s": round(received + wall_offset, 3),
+        "endpoint": timeline.endpoint,
+        "tenant": timeline.tenant,
+        "streaming": timeline.streaming,
+        "prompt_tokens_estimate": timeline.prompt_tokens,
+        "decision": timeline.decision,
+        "prefill_node": timeline.prefill_node,
+        "decode_node": timeline.decode_node,
+        "attempts": timeline.attempts,
+        "dispatched_ms": after(timeline.dispatched),
+        "prefill_answered_ms": after(timeline.prefill_answered),
+        "prefill_status": timeline.prefill_status,
+        "first_data_ms": after(timeline.first_data),
+        "last_data_ms": after(timeline.last_data),
+        "status": timeline.status,
+        "outcome": timeline.outcome,
+        "reason": timeline.reason,
+    }

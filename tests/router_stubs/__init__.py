@@ -1,0 +1,1 @@
+"""Stand-ins for what a router talks to, and a small language for stories about its core."""

@@ -1,0 +1,105 @@
+"""Agents at the router: who is let in, what they are told, and what their end means."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+from router_stubs.cluster import stub_cluster, until
+from router_stubs.core_story import description
+from router_stubs.engine import DONE, SSE
+
+from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.agent.messages import (
+    AgentHello,
+    EngineDied,
+    LoadingProgress,
+    PeerDied,
+    RefuseNode,
+    Welcome,
+)
+
+
+@pytest.mark.parametrize("token", [None, "Bearer x", f"Bearer {agent_token(b'another secret..')}"])
+async def test_an_agent_needs_the_clusters_token(token: str | None) -> None:
+    """401 before any frame."""
+    async with stub_cluster() as cluster:
+        headers = {"Authorization": token} if token else {}
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await cluster.session.ws_connect(f"{cluster.url}/internal/agents", headers=headers)
+        assert caught.value.status == 401
+
+
+async def test_a_node_is_welcomed_and_one_that_differs_is_refused() -> None:
+    """The refusal names both values and appears in the status."""
+    async with stub_cluster("p0", "d0") as cluster:
+        await until(lambda: cluster.agents["p0"].frames == [Welcome(router="splitserve")])
+        agent = cluster.agents["d0"]
+        changes = {"engine_url": "http://127.0.0.1:1", "fingerprint": {"weights": "w2"}}
+        other = description("d0", incarnation="d0-2", transport="local", **changes)
+        await agent.say(AgentHello(description=other, role="decode"))
+        await until(lambda: any(isinstance(frame, RefuseNode) for frame in agent.frames))
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert "p0 has tcp" in status["refused"]["d0"]
+        assert "d0 has local" in status["refused"]["d0"]
+        assert list(status["nodes"]) == ["p0"]
+
+
+async def test_a_death_is_announced_to_all_agents() -> None:
+    """And the node is gone from placement."""
+    async with stub_cluster("p0", "d0") as cluster:
+        death = EngineDied(
+            node="p0", incarnation="p0-1", exit_status=-9, likely_cause="killed", last_lines=()
+        )
+        await cluster.agents["p0"].say(death)
+        told = PeerDied(incarnation="p0-1")
+        await until(lambda: all(told in agent.frames for agent in cluster.agents.values()))
+        response = await cluster.post()
+        assert await response.read() == b"".join(SSE) + DONE
+        assert "kv_transfer_params" not in cluster.engines["d0"].asked[0].body
+
+
+async def test_an_agent_that_leaves_takes_its_node_out_and_brings_it_back() -> None:
+    """Requests go to other nodes meanwhile."""
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        await cluster.agents["d0"].socket.close()
+        nodes = cluster.router.core.membership.nodes
+        await until(lambda: not nodes["d0"].is_usable)
+        for _ in range(2):
+            await (await cluster.post()).read()
+        assert not cluster.engines["d0"].asked
+        await cluster.engines["d0"].stop()
+        await cluster.add_node("d0")
+        assert nodes["d0"].is_usable
+
+
+@pytest.mark.parametrize("frame", ["not json", '{"type":"unknown"}', '{"type":"state"}', "[]"])
+async def test_a_frame_that_cannot_be_read_ends_the_connection(frame: str) -> None:
+    """The node is out until its agent is back; the router serves on."""
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        agent = cluster.agents["d1"]
+        await agent.socket.send_str(frame)
+        async with asyncio.timeout(5):
+            await agent.reading
+        assert (await cluster.post()).status == 200
+
+
+async def test_a_useless_engine_url_is_refused() -> None:
+    """The agent is told what is wrong."""
+    async with stub_cluster("p0") as cluster:
+        agent = cluster.agents["p0"]
+        other = description("p0", engine_url="unix:/tmp/x")
+        await agent.say(AgentHello(description=other, role="prefill"))
+        await until(lambda: isinstance(agent.frames[-1], RefuseNode))
+
+
+async def test_loading_is_shown_until_the_node_is_there() -> None:
+    """In the status, by node."""
+    async with stub_cluster("p0") as cluster:
+        await cluster.agents["p0"].say(LoadingProgress(node="d7", stage="weights", elapsed_s=2.0))
+        await until(lambda: "d7" in cluster.router.agents.loading)
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert status["loading"]["d7"]["stage"] == "weights"
+        await cluster.add_node("d7")
+        assert not cluster.router.agents.loading
