@@ -16,7 +16,6 @@ the A/A spread. All systems' engines stay loaded; the report says what an idle e
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import sys
@@ -34,6 +33,7 @@ from harness.stats import aa_spread, summarise
 from harness.systems import SplitserveSystem, make_system
 
 if TYPE_CHECKING:
+    import argparse
     from pathlib import Path
 
     import aiohttp
@@ -267,7 +267,7 @@ def verdicts(rows: list[Row], own: str = "splitserve") -> list[dict[str, Any]]:
 
 
 def overlap(rows: list[Row], layers: int) -> list[dict[str, Any]]:
-    """Overlap efficiency per link and length, and whether streaming was slower than sending whole."""
+    """Overlap efficiency per link and length, and whether streaming was slower than whole."""
     grouped = cells(rows)
     out = []
     for (group, link, system, length), seen_rows in grouped.items():

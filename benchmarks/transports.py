@@ -1,14 +1,17 @@
 """How fast does each transport move scattered pages from process to process, beside a plain copy?
 
-Writer and receiver are two processes on two cores, memory touched beforehand. In every round each transport and
-the plain copy move the same bytes in the same random pages, one after the other (the order rotates); the plain copy is
-one ``memmove`` per page inside one process, and one single ``memmove`` of as many bytes. First the receiver's pages are
-compared with the writer's.
+Writer and receiver are two processes on two cores, their memory touched beforehand. In every round
+each transport and the plain copy move the same bytes in the same random pages, one after the other;
+the plain copy is one ``memmove`` per page inside one process, and one single ``memmove`` of as many
+bytes. Which memory a process gets from the system matters (by a fifth, here): so every round starts
+all processes anew, in another order. Before anything is timed, the receiver's pages are compared
+with the writer's.
 
 1. *bandwidth*: ``--megabytes`` in writes of 16 MiB that are all open at once.
-2. *latency*: one write of one page of 192 KiB (SmolLM2-135M, block of 128 tokens), from ``write`` to its event.
-3. *batch*: writes of n pages, each begun when the one before has landed: the smallest n whose
-   bandwidth is 90 % of the best one's. Times the page size it guides ``stream_min_bytes``.
+2. *latency*: one write of one page of 192 KiB (SmolLM2-135M, blocks of 128 tokens), from ``write``
+   to its event.
+3. *batch*: writes of n pages, each begun when the one before has landed; the smallest n that has
+   90 % of the best bandwidth. Times the page size it guides ``stream_min_bytes``.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,6 +39,8 @@ LATENCY_PAGE_BYTES = 192 * KIB
 WRITE_BYTES = 16 * MIB
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCH_BYTES_LIMIT = 32 * MIB
+BATCH_TOTAL_BYTES = 8 * MIB
+LATENCY_WRITES = 100
 COPY, COPY_CONTIGUOUS = "memmove per page", "one memmove"
 ANSWER_DEADLINE_S = 60.0
 
@@ -97,6 +104,14 @@ class Pair:
         arguments = {"page_bytes": page_bytes, "local": local, "remote": remote, "batch": batch}
         return float(self.writer.do("send", **arguments))
 
+    def send_one_by_one(
+        self, page_bytes: int, local: list[int], remote: list[int], batch: int
+    ) -> list[float]:
+        """Seconds of each write of ``batch`` pages, one after the other."""
+        arguments = {"page_bytes": page_bytes, "local": local, "remote": remote, "batch": batch}
+        took: list[float] = self.writer.do("send_one_by_one", **arguments)
+        return took
+
     def end(self) -> None:
         """End both processes."""
         self.writer.end()
@@ -109,101 +124,108 @@ def choose(seed: int, pages: int, of: int) -> tuple[list[int], list[int]]:
     return generator.permutation(of)[:pages].tolist(), generator.permutation(of)[:pages].tolist()
 
 
-def measure_bandwidth(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows: page size, who, GiB/s, ratio to the faster plain copy of the same round."""
-    size = options.megabytes * MIB
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    ratios: dict[tuple[int, str], list[float]] = defaultdict(list)
-    some = next(iter(pairs.values())).writer
-    for number in range(options.rounds + 1):  # the first round warms up and checks
-        for page_bytes in PAGE_SIZES:
-            count = size // page_bytes
-            chosen = choose(number, count, count)
-            if number == 0:
-                for pair in pairs.values():
-                    pair.check(page_bytes, *chosen)
-            took: dict[str, float] = {}
-            who = [*pairs, COPY, COPY_CONTIGUOUS]
-            for name in who[number % len(who) :] + who[: number % len(who)]:
-                if name == COPY:
-                    took[name] = some.do(
-                        "copy", page_bytes=page_bytes, local=chosen[0], remote=chosen[1]
-                    )
-                elif name == COPY_CONTIGUOUS:
-                    took[name] = some.do("copy_contiguous", size=size)
-                else:
-                    took[name] = pairs[name].send(page_bytes, *chosen)
-            if number == 0:
+@dataclass
+class Samples:
+    """Everything measured, over all rounds."""
+
+    speeds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    ratios: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    latencies_us: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    batches: dict[tuple[str, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+def measure_round(number: int, pairs: dict[str, Pair], size: int, samples: Samples) -> None:
+    """One round of all three measurements with fresh processes."""
+    for page_bytes in PAGE_SIZES:
+        chosen = choose(number, size // page_bytes, size // page_bytes)
+        for pair in pairs.values():
+            pair.check(page_bytes, *chosen)
+    for page_bytes in PAGE_SIZES:
+        measure_bandwidth(number, pairs, page_bytes, size, samples)
+    pages = size // LATENCY_PAGE_BYTES
+    local, remote = choose(number, min(pages, LATENCY_WRITES), pages)
+    for name, pair in pairs.items():
+        took = pair.send_one_by_one(LATENCY_PAGE_BYTES, local, remote, 1)
+        samples.latencies_us[name] += [seconds * 1e6 for seconds in took]
+    for page_bytes in PAGE_SIZES:
+        pages = size // page_bytes
+        for batch in BATCHES:
+            if batch * page_bytes > BATCH_BYTES_LIMIT:
                 continue
-            plain = min(took[COPY], took[COPY_CONTIGUOUS])
-            for name, seconds in took.items():
-                found[page_bytes, name].append(size / seconds / GIB)
-                ratios[page_bytes, name].append(plain / seconds)
-    return [
-        {
-            "page_bytes": page_bytes,
-            "who": name,
-            "gib_per_s": summarise(values).as_dict(),
-            "ratio": summarise(ratios[page_bytes, name]).as_dict(),
-        }
-        for (page_bytes, name), values in found.items()
-    ]
+            count = min(pages, max(batch, BATCH_TOTAL_BYTES // page_bytes))
+            local, remote = choose(number, count, pages)
+            for name, pair in pairs.items():
+                took = pair.send_one_by_one(page_bytes, local, remote, batch)
+                samples.batches[name, page_bytes, batch] += took
 
 
-def measure_latency(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows: who, microseconds of one write of one page."""
-    took: dict[str, list[float]] = defaultdict(list)
-    pages = options.megabytes * MIB // LATENCY_PAGE_BYTES
-    for number in range(options.rounds):
-        local, remote = choose(number, min(pages, 100), pages)
-        for name, pair in pairs.items():
-            arguments = {"local": local, "remote": remote, "batch": 1}
-            seconds = pair.writer.do("send_one_by_one", page_bytes=LATENCY_PAGE_BYTES, **arguments)
-            took[name] += [value * 1e6 for value in seconds]
-    return [
-        {
-            "who": name,
-            "us": summarise(values).as_dict(),
-            "us_p95": round(percentile(values, 0.95), 1),
-        }
-        for name, values in took.items()
-    ]
+def measure_bandwidth(
+    number: int, pairs: dict[str, Pair], page_bytes: int, size: int, samples: Samples
+) -> None:
+    """The same pages by every transport and by the plain copies, in the order of the round."""
+    chosen = choose(number + 1000, size // page_bytes, size // page_bytes)
+    copier = next(iter(pairs.values())).writer
+    took: dict[str, float] = {}
+    who = [*pairs, COPY, COPY_CONTIGUOUS]
+    for name in who[number % len(who) :] + who[: number % len(who)]:
+        if name == COPY:
+            local, remote = chosen
+            took[name] = copier.do("copy", page_bytes=page_bytes, local=local, remote=remote)
+        elif name == COPY_CONTIGUOUS:
+            took[name] = copier.do("copy_contiguous", size=size)
+        else:
+            took[name] = pairs[name].send(page_bytes, *chosen)
+    plain = min(took[COPY], took[COPY_CONTIGUOUS])
+    for name, seconds in took.items():
+        samples.speeds[page_bytes, name].append(size / seconds / GIB)
+        samples.ratios[page_bytes, name].append(plain / seconds)
 
 
-def measure_batches(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows: who, page size, GiB/s by pages per write, and the pages that reach 90 % of the best."""
-    took: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for number in range(options.rounds):
-        for page_bytes in PAGE_SIZES:
-            pages = options.megabytes * MIB // page_bytes
-            for batch in BATCHES:
-                if batch * page_bytes > BATCH_BYTES_LIMIT:
-                    continue
-                local, remote = choose(number, min(pages, max(batch, 8 * MIB // page_bytes)), pages)
-                for name, pair in pairs.items():
-                    arguments = {"local": local, "remote": remote, "batch": batch}
-                    took[name, page_bytes, batch] += pair.writer.do(
-                        "send_one_by_one", page_bytes=page_bytes, **arguments
-                    )
-    rows = []
-    for name in pairs:
-        for page_bytes in PAGE_SIZES:
-            speeds = {
-                batch: batch * page_bytes / float(np.median(took[name, page_bytes, batch])) / GIB
-                for batch in BATCHES
-                if (name, page_bytes, batch) in took
+def summary(samples: Samples) -> dict[str, Any]:
+    """The report's figures."""
+    return {
+        "bandwidth": [
+            {
+                "page_bytes": page_bytes,
+                "who": name,
+                "gib_per_s": summarise(values).as_dict(),
+                "ratio": summarise(samples.ratios[page_bytes, name]).as_dict(),
             }
-            enough = next(b for b, speed in speeds.items() if speed >= 0.9 * max(speeds.values()))
-            rows.append(
-                {
-                    "who": name,
-                    "page_bytes": page_bytes,
-                    "gib_per_s": {batch: round(speed, 3) for batch, speed in speeds.items()},
-                    "pages_for_90_percent": enough,
-                    "bytes_for_90_percent": enough * page_bytes,
-                }
-            )
-    return rows
+            for (page_bytes, name), values in sorted(samples.speeds.items())
+        ],
+        "latency": [
+            {
+                "who": name,
+                "us": summarise(values).as_dict(),
+                "us_p95": round(percentile(values, 0.95), 1),
+            }
+            for name, values in sorted(samples.latencies_us.items())
+        ],
+        "batches": [
+            batch_row(samples, name, page_bytes)
+            for name in sorted(samples.latencies_us)
+            for page_bytes in PAGE_SIZES
+        ],
+    }
+
+
+def batch_row(samples: Samples, name: str, page_bytes: int) -> dict[str, Any]:
+    """GiB/s by pages per write, and the pages that reach 90 % of the best."""
+    speeds = {
+        batch: batch * page_bytes / median(samples.batches[name, page_bytes, batch]) / GIB
+        for batch in BATCHES
+        if (name, page_bytes, batch) in samples.batches
+    }
+    enough = next(batch for batch, speed in speeds.items() if speed >= 0.9 * max(speeds.values()))
+    return {
+        "who": name,
+        "page_bytes": page_bytes,
+        "gib_per_s": {batch: round(speed, 3) for batch, speed in speeds.items()},
+        "pages_for_90_percent": enough,
+        "bytes_for_90_percent": enough * page_bytes,
+    }
 
 
 def sections(results: dict[str, Any]) -> list[str]:
@@ -215,7 +237,7 @@ def sections(results: dict[str, Any]) -> list[str]:
             spread(row["gib_per_s"], 2),
             spread(row["ratio"], 2),
         ]
-        for row in sorted(results["bandwidth"], key=lambda row: int(row["page_bytes"]))
+        for row in results["bandwidth"]
     ]
     latencies = [
         [row["who"], spread(row["us"], 0), f"{row['us_p95']:.0f}"] for row in results["latency"]
@@ -264,21 +286,21 @@ def main() -> None:
     options.add_argument("--name", default="transports", help="name of the result files")
     chosen = options.parse_args()
     writer_core, receiver_core = (int(core) for core in chosen.cores.split(","))
-    pairs: dict[str, Pair] = {}
+    size = chosen.megabytes * MIB
+    samples = Samples()
     started = time.monotonic()
-    try:
-        for name in chosen.transports.split(","):
-            pairs[name] = Pair(name, (writer_core, receiver_core), 2 * chosen.megabytes * MIB)
-        results = {
-            "rounds": chosen.rounds,
-            "bytes_per_measurement": chosen.megabytes * MIB,
-            "bandwidth": measure_bandwidth(pairs, chosen),
-            "latency": measure_latency(pairs, chosen),
-            "batches": measure_batches(pairs, chosen),
-        }
-    finally:
-        for pair in pairs.values():
-            pair.end()
+    names = chosen.transports.split(",")
+    for number in range(chosen.rounds):
+        pairs: dict[str, Pair] = {}
+        first = number % len(names)
+        try:
+            for name in names[first:] + names[:first]:
+                pairs[name] = Pair(name, (writer_core, receiver_core), 2 * size)
+            measure_round(number, pairs, size, samples)
+        finally:
+            for pair in pairs.values():
+                pair.end()
+    results = {"rounds": chosen.rounds, "bytes_per_measurement": size, **summary(samples)}
     tables = sections(results)
     print("\n\n".join(tables))
     path = report.write(chosen.name, "Transports", results, tables)

@@ -1,12 +1,12 @@
-"""What a decode node adds to an engine's scheduler: pages reserved for a prompt that is computed elsewhere.
+"""What a decode node adds to an engine's scheduler: pages reserved for a prompt that is computed
+elsewhere.
 
-Engine-neutral and pure. A request asks for its pages exactly once: after a failed load or a preemption it is computed here like any
-other.
+Engine-neutral and pure. A request asks for its pages exactly once: after a failed load or a
+preemption it is computed here like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from splitserve.kv_transfer.orders import BeginReceive, Decline
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from splitserve.kv_transfer.transfer_params import TransferParams
 
 
@@ -58,10 +60,11 @@ class Reservations:
         return True
 
     def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
-        """How many prompt tokens after ``computed_tokens`` (whole blocks) should come from the prefill node.
+        """How many prompt tokens after ``computed_tokens`` (whole blocks) should come from the
+        prefill node.
 
-        0 when none: not a decode leg, already asked, or only the last token is missing, which every engine computes itself.
-        Asking has no effect; it may be repeated.
+        0 when none: not a decode leg, already asked, or only the last token is missing, which every
+        engine computes itself. Asking has no effect; it may be repeated.
         """
         reservation = self._reservations.get(request_id)
         if reservation is None or reservation.state is not ReservationState.ARRIVED:
@@ -70,7 +73,8 @@ class Reservations:
         return missing if missing > 1 else 0
 
     def reserved(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
-        """The engine has blocks for the request; the last ``tokens`` prompt tokens come from outside.
+        """The engine has blocks for the request; the last ``tokens`` prompt tokens come from
+        outside.
 
         With ``tokens`` 0 the engine computes the prompt itself and the prefill node is told so.
         """
@@ -131,9 +135,7 @@ class Reservations:
     @property
     def waiting(self) -> int:
         """Requests whose pages are reserved and have not landed."""
-        return sum(
-            r.state is ReservationState.RESERVED for r in self._reservations.values()
-        )
+        return sum(r.state is ReservationState.RESERVED for r in self._reservations.values())
 
     @property
     def has_orders(self) -> bool:

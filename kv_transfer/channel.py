@@ -1,8 +1,9 @@
-"""The authenticated control channel: ZeroMQ sockets with CURVE keys that follow from the cluster secret.
+"""The authenticated control channel: ZeroMQ sockets with CURVE keys that follow from the cluster
+secret.
 
-Every listener of a cluster has the same CURVE key pair, derived from the cluster secret; its public half is secret too, so that
-only a process that knows the cluster secret can complete a handshake, in either direction. ``mac`` lets a message prove
-the same once more, bound to its content.
+Every listener of a cluster has the same CURVE key pair, derived from the cluster secret; its public
+half is secret too, so that only a process that knows the cluster secret can complete a handshake,
+in either direction. ``mac`` lets a message prove the same once more, bound to its content.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def parse_secret(text: str) -> bytes:
 
 
 def mac(secret: bytes, purpose: str, *parts: bytes) -> bytes:
-    """A 16-byte MAC over ``parts`` for one purpose; lengths are bound in, so parts cannot be re-cut."""
+    """A 16-byte MAC over ``parts`` for one purpose; lengths are bound in, so parts cannot be
+    re-cut.
+    """
     digest = hashlib.blake2b(key=hashlib.blake2b(secret).digest(), digest_size=16)
     digest.update(purpose.encode() + b"\0")
     for part in parts:
@@ -63,9 +66,9 @@ def _listener_keys(secret: bytes) -> tuple[bytes, bytes]:
 def listen(context: zmq.Context[Any], address: str, secret: bytes) -> zmq.Socket[Any]:
     """A ROUTER socket bound to ``address`` that only holders of the secret can talk to.
 
-    Raises ``zmq.ZMQError`` when the address is taken.
+    Raises ``OSError`` when the address is taken or is none.
     """
-    router = context.socket(zmq.ROUTER)
+    router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     _bound(router)
     router.curve_publickey, router.curve_secretkey = _listener_keys(secret)
     router.curve_server = True
@@ -79,14 +82,21 @@ def listen(context: zmq.Context[Any], address: str, secret: bytes) -> zmq.Socket
 
 
 def dial(context: zmq.Context[Any], address: str, secret: bytes) -> zmq.Socket[Any]:
-    """A DEALER socket that connects, and reconnects, to a listener of the same cluster. Never blocks."""
-    dealer = context.socket(zmq.DEALER)
+    """A DEALER socket that connects, and reconnects, to a listener of the same cluster.
+
+    Never blocks. Raises ``OSError`` for what is no address.
+    """
+    dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _bound(dealer)
     dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
     dealer.curve_serverkey = _listener_keys(secret)[0]
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-    dealer.connect(address)
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError as error:
+        dealer.close(0)
+        raise OSError(f"{address!r} is no address for KV control messages: {error}") from error
     return dealer
 
 

@@ -1,7 +1,8 @@
 """The authenticated loopback endpoint through which the agent talks to an engine's connector.
 
-Server: a thread beside the engine's scheduler. It answers questions from facts that the scheduler thread publishes and queues
-orders that the scheduler takes into its next step. Client: asyncio, used by the agent.
+Server: a thread beside the engine's scheduler. It answers questions from facts that the scheduler
+thread publishes and queues orders that the scheduler takes into its next step. Client: asyncio,
+used by the agent.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from splitserve.kv_transfer.channel import dial, listen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,9 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class EngineEndpoint:
-    """Server side. ``status`` is called in the endpoint's thread and must only read what is safe to read there."""
+    """Server side. ``status`` is called in the endpoint's thread and must only read what is safe to
+    read there.
+    """
 
     def __init__(
         self,
@@ -176,7 +181,9 @@ class EngineEndpoint:
 
 
 class EngineEndpointClient:
-    """Asyncio client of one engine's endpoint. Every call raises ``TimeoutError`` after ``ANSWER_DEADLINE_S``."""
+    """Asyncio client of one engine's endpoint. Every call raises ``TimeoutError`` after
+    ``ANSWER_DEADLINE_S``.
+    """
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._context = zmq.asyncio.Context()
@@ -209,7 +216,7 @@ class EngineEndpointClient:
         self._context.destroy(0)
 
     async def _ask(self, question: Question) -> Answer:
-        async with self._lock, asyncio.timeout(ANSWER_DEADLINE_S):
+        async with asyncio.timeout(ANSWER_DEADLINE_S), self._lock:
             self._number += 1
             number = self._number.to_bytes(8, "little")
             await self._socket.send_multipart([number, _encode(question)])

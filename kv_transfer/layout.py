@@ -1,9 +1,10 @@
 """Where one rank's KV pages lie in memory, and how the pages of two ranks correspond.
 
-A *page* is one layer's bytes of one block. Only layouts whose page is contiguous and whose heads are outermost inside the page
-(vLLM's ``LBHNC``) are described: then the heads that two ranks share are one contiguous slice of every page, and ranks of
-different tensor-parallel sizes can exchange pages. The bytes inside a head's slice are opaque: on CPU they depend on the
-instruction set, so they are only ever copied whole, between engines whose fingerprints are equal.
+A *page* is one layer's bytes of one block. Only layouts whose page is contiguous and whose heads
+are outermost inside the page (vLLM's ``LBHNC``) are described: then the heads that two ranks share
+are one contiguous slice of every page, and ranks of different tensor-parallel sizes can exchange
+pages. The bytes inside a head's slice are opaque: on CPU they depend on the instruction set, so
+they are only ever copied whole, between engines whose fingerprints are equal.
 
 Pure: addresses are plain integers, nothing here touches memory.
 """
@@ -15,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.kv_transfer.transports.base import PageIndices, PagePairing
+
+PAGE_LIMIT = 1 << 28
+"""Pages of one rank (layers times blocks): their addresses are kept in arrays."""
 
 
 class LayoutMismatchError(ValueError):
@@ -37,10 +41,28 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Global number of this rank's first KV head."""
     total_heads: int
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for what cannot be memory: a layout may come from a peer."""
+        counts = (self.num_blocks, self.block_tokens, self.heads, self.page_bytes)
+        if min(counts) <= 0 or not self.layer_bases or self.layers * self.num_blocks > PAGE_LIMIT:
+            raise ValueError("a layout has at least one page, and at most 2**28")
+        if self.page_bytes % self.heads or self.block_stride < self.page_bytes:
+            raise ValueError("a page holds whole heads and does not overlap the next one")
+        if self.first_head < 0 or self.first_head + self.heads > self.total_heads:
+            raise ValueError("a rank's heads are some of the model's")
+        end = max(self.layer_bases) + self.num_blocks * self.block_stride
+        if min(self.layer_bases) <= 0 or end >= 1 << 63:
+            raise ValueError("a page lies at a positive 63-bit address")
+
     @property
     def layers(self) -> int:
         """Number of layers that have pages."""
         return len(self.layer_bases)
+
+    @property
+    def head_numbers(self) -> frozenset[int]:
+        """Global numbers of this rank's KV heads."""
+        return frozenset(range(self.first_head, self.first_head + self.heads))
 
     @property
     def head_bytes(self) -> int:
@@ -54,7 +76,9 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return (bases + offsets).reshape(-1)
 
     def page_indices(self, layers: npt.ArrayLike, blocks: npt.ArrayLike) -> PageIndices:
-        """Page indices of ``blocks`` in ``layers``, layer by layer: int64 ``[len(layers) * len(blocks)]``."""
+        """Page indices of ``blocks`` in ``layers``, layer by layer: int64 ``[len(layers) *
+        len(blocks)]``.
+        """
         rows = np.asarray(layers, dtype=np.int64)[:, None] * self.num_blocks
         return (rows + np.asarray(blocks, dtype=np.int64)[None, :]).reshape(-1)
 
@@ -68,6 +92,14 @@ def shares_heads(one: PageLayout, other: PageLayout) -> bool:
     return (
         one.first_head < other.first_head + other.heads
         and other.first_head < one.first_head + one.heads
+    )
+
+
+def ranks_sharing_heads(own: PageLayout, tensor_parallel: int, peer: PageLayout) -> int:
+    """How many ranks of the engine that ``own`` belongs to hold a head that ``peer`` holds too."""
+    return sum(
+        shares_heads(msgspec.structs.replace(own, first_head=rank * own.heads), peer)
+        for rank in range(tensor_parallel)
     )
 
 
@@ -86,7 +118,8 @@ def check_compatible(local: PageLayout, remote: PageLayout) -> None:
 
 
 def pair(local: PageLayout, remote: PageLayout) -> PagePairing:
-    """How pages of ``local`` are written into pages of ``remote``: the slice of the heads that both hold.
+    """How pages of ``local`` are written into pages of ``remote``: the slice of the heads that both
+    hold.
 
     Raises ``LayoutMismatchError`` when the pages differ or no head is shared.
     """

@@ -1,6 +1,7 @@
 """What transfer threads say to each other: frozen tagged structs, one union per direction.
 
-The decode side opens every conversation (it knows the prefill side's address from the leg's parameters, never the reverse):
+The decode side opens every conversation (it knows the prefill side's address from the leg's
+parameters, never the reverse):
 
     decode side                          prefill side
     Hello            ------------------>
@@ -9,9 +10,10 @@ The decode side opens every conversation (it knows the prefill side's address fr
                      <------------------ Writing      (before the first write; again with the last)
                      <------------------ Delivered | Fenced
     Landed | Cancel  ------------------>
-                     <------------------ Fenced       (always answers a Cancel that was not too late)
+                     <------------------ Fenced       (every Cancel is answered)
 
-``Delivered`` and ``Fenced`` are both fences: after either, no write of that attempt will ever touch the peer's memory again.
+``Delivered`` and ``Fenced`` are both fences: after either, no write of that attempt will ever touch
+the peer's memory again.
 """
 
 from __future__ import annotations
@@ -60,7 +62,12 @@ class Welcome(Introduction, frozen=True, kw_only=True, tag="welcome"):
 
 
 class TurnedAway(msgspec.Struct, frozen=True, kw_only=True, tag="turned_away"):
-    """The prefill side cannot write to this peer; the reason names both values that differ."""
+    """The prefill side cannot write to this peer (any more); the reason names both values that
+    differ.
+
+    The answer to a Hello, or the end of the introduction that a Welcome began: then a new Hello is
+    due. No fence: what was granted before stays granted until it is fenced.
+    """
 
     reason: str
 
@@ -123,7 +130,7 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
-    """No further write of this attempt will happen; what was written before is incomplete. A fence."""
+    """No further write of this attempt will happen; what was written may be incomplete. A fence."""
 
     transfer_id: str
     attempt: int

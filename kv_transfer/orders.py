@@ -1,6 +1,7 @@
 """What an engine's scheduler half tells the transfer thread of each worker, once per step.
 
-Plain frozen structs: they travel inside the engine's own step message, and a mock engine builds them the same way.
+Plain frozen structs: they travel inside the engine's own step message, and a mock engine builds
+them the same way.
 """
 
 from __future__ import annotations

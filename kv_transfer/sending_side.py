@@ -1,6 +1,8 @@
-"""The prefill role of a transfer thread: who may write to whom, and carrying out what the ``SendBook`` orders.
+"""The prefill role of a transfer thread: who may write to whom, and carrying out what the
+``SendBook`` orders.
 
-Owns the listening control socket and, per decode rank that introduced itself, a connection of the transport.
+Owns the listening control socket and, per decode rank that introduced itself, a connection of the
+transport.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +22,8 @@ from splitserve.kv_transfer.channel import is_mac, listen
 from splitserve.kv_transfer.fingerprint import differences
 from splitserve.kv_transfer.layout import LayoutMismatchError, check_compatible, pair, shares_heads
 from splitserve.kv_transfer.process_identity import watch
-from splitserve.kv_transfer.session_send import Release, Say, SendBook, SendEffect, SendSession, Write
+from splitserve.kv_transfer.send_book import SendBook
+from splitserve.kv_transfer.session_send import Release, Say, SendEffect, SendSession, Write
 from splitserve.kv_transfer.transports.base import (
     PeerLost,
     Transport,
@@ -37,6 +40,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELLO_PURPOSE = "transfer hello"
+PEER_LIMIT_RANKS = 1_024
+"""Decode ranks that may be written to; further ones are turned away."""
+MESSAGES_PER_TURN = 1_000
+"""Control messages read before the thread looks at everything else again."""
+PREEMPTION_NAP_S = 50e-6
+"""Between polls while a preempted request's open writes end."""
+TAG_LIMIT = 1 << 64
+"""Transports carry a tag in 64 bits."""
 
 
 @dataclass
@@ -52,6 +63,10 @@ class Downstream:
     """Blocks of its KV memory."""
     pidfd: int | None
     last_heard: float
+    last_progress: float = 0.0
+    """When a write to it last ended, or the first of its open writes was posted."""
+    open_writes: int = 0
+    is_ending: bool = False
 
 
 class SendingSide:
@@ -79,9 +94,11 @@ class SendingSide:
         )
         self.released: list[str] = []
         """Request ids to report as sent; emptied by the thread."""
+        self.moved_at = monotonic()
+        """When a write was last posted or has ended."""
         self._peers: dict[str, Downstream] = {}
         self._peer_of_identity: dict[bytes, str] = {}
-        self._writes: dict[int, tuple[str, str]] = {}
+        self._writes: dict[int, tuple[str, Downstream]] = {}
         self._times: dict[str, dict[str, float]] = {}
         self._step: StepOrders | None = None
 
@@ -89,8 +106,9 @@ class SendingSide:
 
     def begin_step(self, orders: StepOrders, now: float) -> None:
         """Take up what the step opens, closes and will compute."""
+        until = now + self._settings.preemption_fence_s
         for request_id in orders.preempted:
-            self._stop_reading(request_id)
+            self._stop_reading(request_id, until)
         for opened in orders.opens:
             self._times[opened.transfer_id] = {"opened": now}
             self._apply(self.book.open(
@@ -104,14 +122,14 @@ class SendingSide:
             self.book.blocks_known(item.transfer_id, list(item.source_blocks))
             for layer in range(self._layout.layers):
                 self.book.blocks_final(item.transfer_id, layer, item.final_before)
-        self._step = orders
+        self._step = orders if orders.progress else None
         for transfer_id, reason in orders.given_up:
             self._apply(self.book.abandon(transfer_id, reason))
         for closed in orders.closes:
             self._apply(self.book.close(closed.request_id, aborted=closed.aborted, now=now))
 
     def layer_done(self, layer: int, at: float) -> None:
-        """The step's forward pass has left ``layer`` (and whatever wrote its pages has completed)."""
+        """The step's forward pass has left ``layer``, and its pages are written."""
         for item in self._step.progress if self._step else ():
             self.book.blocks_final(item.transfer_id, layer, item.final_after)
             if layer == self._layout.layers - 1 and item.transfer_id in self._times:
@@ -131,8 +149,8 @@ class SendingSide:
     # -- peers ---------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Read every message that has arrived."""
-        while True:
+        """Read the messages that have arrived, up to a bound."""
+        for _ in range(MESSAGES_PER_TURN):
             try:
                 identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -161,7 +179,13 @@ class SendingSide:
         match message:
             case messages.Grant():
                 if not _fits(message, downstream):
-                    logger.warning("dropped a grant of %s that names blocks it has not got", peer)
+                    logger.warning("refused a grant of %s that names pages it has not got", peer)
+                    refusal = messages.Fenced(
+                        transfer_id=message.transfer_id,
+                        attempt=message.attempt,
+                        reason="the grant names pages that this peer has not got",
+                    )
+                    self._say(peer, refusal)
                     return
                 self._apply(self.book.granted(peer, message, downstream.page_bytes, now))
                 if message.transfer_id in self._times:
@@ -194,6 +218,7 @@ class SendingSide:
         self._say(peer, messages.Welcome(**fields))
 
     def _connect(self, peer: str, hello: messages.Hello, now: float) -> Downstream:
+        """Raises when the peer cannot be written to; nothing is left of the attempt then."""
         found = differences(self._own.fingerprint, hello.fingerprint)
         if found:
             raise LayoutMismatchError("the engines differ: " + "; ".join(found))
@@ -202,15 +227,21 @@ class SendingSide:
                 f"transport: {self._own.transport} here, {hello.transport} at the peer"
             )
         check_compatible(self._layout, hello.layout)
+        if len(self._peers) >= PEER_LIMIT_RANKS:
+            raise TransportError(f"{PEER_LIMIT_RANKS} decode ranks are connected already")
+        pidfd = watch(hello.process)
         page_bytes = 0
-        if shares_heads(self._layout, hello.layout):
-            pairing = pair(self._layout, hello.layout)
-            self._transport.connect(peer, hello.description, pairing)
-            page_bytes = pairing.page_bytes
+        try:
+            if shares_heads(self._layout, hello.layout):
+                pairing = pair(self._layout, hello.layout)
+                self._transport.connect(peer, hello.description, pairing)
+                page_bytes = pairing.page_bytes
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
         logger.info("decode rank %s can be written to by %s", peer, self._own.transport)
-        return Downstream(
-            peer, b"", page_bytes, hello.layout.num_blocks, watch(hello.process), now
-        )
+        return Downstream(peer, b"", page_bytes, hello.layout.num_blocks, pidfd, now)
 
     def pidfds(self) -> list[int]:
         """Descriptors that become readable when a peer's process is gone."""
@@ -227,16 +258,20 @@ class SendingSide:
             self._lose(name, "the decode engine is gone")
 
     def _lose(self, peer: str, reason: str) -> None:
-        downstream = self._peers.pop(peer, None)
-        if downstream is None:
+        """Nothing is written to the peer any more, and it is told so if it can be reached."""
+        downstream = self._peers.get(peer)
+        if downstream is None or downstream.is_ending:
             return
+        downstream.is_ending = True
         logger.info("lost decode rank %s: %s", peer, reason)
-        self._peer_of_identity.pop(downstream.identity, None)
-        if downstream.pidfd is not None:
-            os.close(downstream.pidfd)
         self._transport.disconnect(peer)
         self.transport_events(self._transport.poll())
         self._apply(self.book.peer_lost(peer, reason))
+        self._send(downstream.identity, messages.TurnedAway(reason=f"given up: {reason}"))
+        del self._peers[peer]
+        self._peer_of_identity.pop(downstream.identity, None)
+        if downstream.pidfd is not None:
+            os.close(downstream.pidfd)
 
     # -- the transport -------------------------------------------------------------------------
 
@@ -246,7 +281,10 @@ class SendingSide:
             if isinstance(event, PeerLost):
                 self._lose(event.peer, event.reason)
                 continue
-            transfer_id, peer = self._writes.pop(event.write_id)
+            transfer_id, downstream = self._writes.pop(event.write_id)
+            downstream.open_writes -= 1
+            downstream.last_progress = self.moved_at = monotonic()
+            peer = downstream.peer
             error = None if isinstance(event, WriteDone) else event.reason
             if error is not None:
                 logger.warning("transfer %s: a write to %s failed: %s", transfer_id, peer, error)
@@ -260,9 +298,12 @@ class SendingSide:
     def tick(self, now: float) -> None:
         """Carry out what time alone brings."""
         self._apply(self.book.expire(now))
-        silent = now - self._settings.peer_silence_s
-        for peer in [p.peer for p in self._peers.values() if p.last_heard < silent]:
-            self._lose(peer, f"silent for {self._settings.peer_silence_s:g} s")
+        limit_s = self._settings.peer_silence_s
+        for peer in list(self._peers.values()):
+            if peer.last_heard < now - limit_s:
+                self._lose(peer.peer, f"silent for {limit_s:g} s")
+            elif peer.open_writes and peer.last_progress < now - limit_s:
+                self._lose(peer.peer, f"no write to it has ended for {limit_s:g} s")
 
     def close(self) -> None:
         """Close the socket and the pidfds; the transport is closed by its owner."""
@@ -274,18 +315,23 @@ class SendingSide:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _stop_reading(self, request_id: str) -> None:
-        """After this, no open write reads the request's blocks: it may be long, it may not fail."""
+    def _stop_reading(self, request_id: str, until: float) -> None:
+        """After this, no open write of a transfer that may still succeed reads the request's
+        blocks.
+
+        A write that does not end in time is given up with its peer; what it may still read is never
+        delivered.
+        """
         session = self.book.preempted(request_id)
         if session is None:
             return
-        until = monotonic() + self._settings.preemption_fence_s
         while any(sink.open_writes for sink in session.sinks.values()):
             self.transport_events(self._transport.poll())
             if monotonic() > until:
                 for peer in [p for p, sink in session.sinks.items() if sink.open_writes]:
                     self._lose(peer, "a write did not end when its source was preempted")
                 return
+            sleep(PREEMPTION_NAP_S)
 
     def _apply(self, effects: list[SendEffect]) -> None:
         for effect in effects:
@@ -303,19 +349,24 @@ class SendingSide:
         assert session is not None, f"a write is due for the ended transfer {write.transfer_id}"
         sink = session.sinks[write.peer]
         skipped = sink.grant.first_block
-        remote_blocks = self._peers[write.peer].blocks
+        downstream = self._peers[write.peer]
         local = np.concatenate([
-            np.asarray(session.source_blocks[first:end], dtype=np.int64) + layer * self._layout.num_blocks
+            np.asarray(session.source_blocks[first:end], dtype=np.int64)
+            + layer * self._layout.num_blocks
             for layer, first, end in write.spans
         ])  # fmt: skip
         remote = np.concatenate([
             np.asarray(sink.grant.block_ids[first - skipped : end - skipped], dtype=np.int64)
-            + layer * remote_blocks
+            + layer * downstream.blocks
             for layer, first, end in write.spans
         ])  # fmt: skip
         self._times[write.transfer_id].setdefault("first_write", monotonic())
         write_id = self._transport.write(write.peer, write.tag, local, remote)
-        self._writes[write_id] = (write.transfer_id, write.peer)
+        self._writes[write_id] = (write.transfer_id, downstream)
+        self.moved_at = monotonic()
+        if not downstream.open_writes:
+            downstream.last_progress = self.moved_at
+        downstream.open_writes += 1
         self.book.write_posted(write, write_id, len(local))
 
     def _say(self, peer: str, message: messages.FromPrefill) -> None:
@@ -355,9 +406,11 @@ class SendingSide:
 
 
 def _fits(grant: messages.Grant, downstream: Downstream) -> bool:
-    """Whether a grant names blocks that the peer has (block 0 is the engine's null block)."""
+    """Whether a grant names pages that the peer has (block 0 is the engine's null block)."""
     return (
         downstream.page_bytes > 0
+        and 0 <= grant.tag < TAG_LIMIT
         and grant.first_block >= 0
+        and len(grant.block_ids) < downstream.blocks
         and all(0 < block < downstream.blocks for block in grant.block_ids)
     )

@@ -1,8 +1,10 @@
-"""The receiving side of one transfer, pure: who was given pages, who has delivered, and when the pages are ours again.
+"""The receiving side of one transfer, pure: who was given pages, who has delivered, and when the
+pages are ours again.
 
-A *source* is one prefill rank that holds KV heads of ours. A session ends only when every source has settled: it delivered, it
-fenced, it is proven dead, the transport ended it, or it never got a grant. Until then the pages may still be written, and the
-engine must not get them back: a session that was cancelled stays open for exactly that reason.
+A *source* is one prefill rank that holds KV heads of ours. A session ends only when every source
+has settled: it delivered, it fenced, it is proven dead, the transport ended it, or it never got a
+grant. Until then the pages may still be written, and the engine must not get them back: a session
+that was cancelled stays open for exactly that reason.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Source:
     state: SourceState = SourceState.UNKNOWN
     tag: int = 0
     pages_expected: int = 0
+    heads: frozenset[int] = frozenset()
+    """Global numbers of the KV heads that it was granted pages for."""
     reason: str = ""
 
 
@@ -49,21 +53,27 @@ class ReceiveSession:
     block_ids: tuple[int, ...]
     prompt_tokens: int
     prompt_hash: bytes
+    heads: frozenset[int]
+    """Global numbers of the KV heads whose pages are awaited."""
     deadline: float
     """When to stop waiting, in the clock of the caller."""
     sources: dict[str, Source]
     """By control address."""
     cancel_reason: str | None = None
+    is_last_posted: bool = False
+    """A source has posted its last write."""
+    fence_asked_at: float = 0.0
     pages: int = 0
     bytes: int = 0
     times: dict[str, float] = field(default_factory=dict)
 
-    def granted(self, address: str, tag: int, pages_expected: int) -> None:
+    def granted(self, address: str, tag: int, pages_expected: int, heads: frozenset[int]) -> None:
         """A grant leaves for this source: from now on it may write."""
         source = self.sources[address]
         assert source.state is SourceState.UNKNOWN, f"{self.transfer_id}: granted {address} twice"
         assert self.cancel_reason is None, f"{self.transfer_id}: granted after cancel"
-        source.state, source.tag, source.pages_expected = SourceState.GRANTED, tag, pages_expected
+        source.state, source.tag = SourceState.GRANTED, tag
+        source.pages_expected, source.heads = pages_expected, heads
 
     def absent(self, address: str) -> None:
         """This source holds nothing of ours."""
@@ -84,7 +94,10 @@ class ReceiveSession:
         self.bytes += size_bytes
 
     def ended(self, address: str, reason: str) -> None:
-        """The source will not write any more and has not delivered: fenced, dead, revoked, or never granted."""
+        """The source will not write any more and has not delivered.
+
+        It fenced, is dead, was revoked, or never got a grant.
+        """
         source = self.sources.get(address)
         if source is not None and source.state not in SETTLED:
             source.state, source.reason = SourceState.ENDED, reason
@@ -104,11 +117,26 @@ class ReceiveSession:
         return [a for a, source in self.sources.items() if source.state is SourceState.GRANTED]
 
     @property
+    def unasked(self) -> list[str]:
+        """Addresses of the sources that have got no grant yet."""
+        return [a for a, source in self.sources.items() if source.state is SourceState.UNKNOWN]
+
+    @property
     def outcome(self) -> str | None:
         """``landed``, ``failed``, or None while somebody may still write or has not answered."""
         if any(source.state not in SETTLED for source in self.sources.values()):
             return None
-        has_landed = self.cancel_reason is None and all(
-            source.state is not SourceState.ENDED for source in self.sources.values()
-        )
-        return "landed" if has_landed and self.pages else "failed"
+        return "failed" if self.failure else "landed"
+
+    @property
+    def failure(self) -> str:
+        """Why the pages are not (all) there, empty when they are or may still come."""
+        if self.cancel_reason is not None:
+            return self.cancel_reason
+        covered: set[int] = set()
+        for source in self.sources.values():
+            if source.state is not SourceState.DELIVERED and source.state in SETTLED:
+                continue
+            covered |= source.heads or self.heads
+        missing = sorted(self.heads - covered)
+        return f"no prefill rank was named that holds KV heads {missing}" if missing else ""

@@ -22,16 +22,26 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     transport_settings: dict[str, Any] = {}
     warm_addresses: tuple[str, ...] = ()
-    """Control addresses of prefill ranks to introduce ourselves to at start, so that no request pays for first contact."""
+    """Control addresses of prefill ranks to introduce ourselves to at start, so that no request
+    pays for first contact.
+    """
     stream_min_bytes: int = MIB
-    """Layers are grouped until one write has at least this size; a shorter prompt goes in one piece."""
+    """Layers are grouped until one write has at least this size; a shorter prompt goes in one
+    piece.
+    """
     write_limit_bytes: int = 16 * MIB
     """Larger writes are cut, so that control messages are not kept waiting."""
     lease_s: float = 30.0
-    """How long a finished prefill holds its blocks for a decode node that has not asked or not answered."""
+    """How long a finished prefill holds its blocks for a decode node that has not asked or not
+    answered.
+    """
     deadline_s: float = 120.0
-    """How long a decode node waits for its pages before it takes them back and computes the prompt itself."""
+    """How long a decode node waits for its pages before it takes them back and computes the prompt
+    itself.
+    """
     peer_silence_s: float = 30.0
-    """A decode rank that says nothing for this long is given up; it says something every two seconds."""
+    """A decode rank that says nothing for this long is given up; it says something every two
+    seconds.
+    """
     preemption_fence_s: float = 2.0
     """How long an open write may delay the engine step that preempts its source."""

@@ -1,15 +1,19 @@
-"""One JSON line per finished transfer, on each side, for benchmarks and for people who ask where the time went.
+"""One JSON line per finished transfer, on each side, for benchmarks and for people who ask where
+the time went.
 
-Off unless ``SPLITSERVE_TRANSFER_LOG`` names a file. Times are seconds of the host's monotonic clock, comparable between
-processes of one host.
+Off unless ``SPLITSERVE_TRANSFER_LOG`` names a file. Times are seconds of the host's monotonic
+clock, comparable between processes of one host.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LOG_ENV = "SPLITSERVE_TRANSFER_LOG"
 
@@ -30,9 +34,14 @@ class TransferLog:
         return self._descriptor is not None
 
     def record(self, side: str, **fields: Any) -> None:
-        """Append one line; does nothing when the log is off."""
-        if self._descriptor is not None:
+        """Append one line; does nothing when the log is off. A file that fails turns it off."""
+        if self._descriptor is None:
+            return
+        try:
             os.write(self._descriptor, json.dumps({"side": side, **fields}).encode() + b"\n")
+        except OSError as error:
+            logger.warning("transfers are not logged any more: %s", error)
+            self.close()
 
     def close(self) -> None:
         """Close the file."""

@@ -1,6 +1,8 @@
-"""The transfer parameters that the router puts on a leg, and the MAC without which a connector ignores them.
+"""The transfer parameters that the router puts on a leg, and the MAC without which a connector
+ignores them.
 
-They travel as ``kv_transfer_params`` of the engine's OpenAI request, under the single key ``splitserve``.
+They travel as ``kv_transfer_params`` of the engine's OpenAI request, under the single key
+``splitserve``.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadTransferParamsError(ValueError):
-    """Transfer parameters that are malformed or whose MAC does not fit: the request is served without a transfer."""
+    """Transfer parameters that are malformed or whose MAC does not fit: the request is served
+    without a transfer.
+    """
 
 
 def _mac(secret: bytes, payload: bytes) -> str:
-    return hashlib.blake2b(payload, key=secret[:64], digest_size=16, person=b"splitserve-leg").hexdigest()
+    return hashlib.blake2b(
+        payload, key=secret[:64], digest_size=16, person=b"splitserve-leg"
+    ).hexdigest()
 
 
 def seal(params: TransferParams, secret: bytes) -> dict[str, Any]:
@@ -46,15 +52,27 @@ def unseal(kv_transfer_params: dict[str, Any] | None, secret: bytes) -> Transfer
 
     Raises ``BadTransferParamsError`` when there are some but they were not made with ``secret``.
     """
-    if not kv_transfer_params or KEY not in kv_transfer_params:
+    if not isinstance(kv_transfer_params, dict) or KEY not in kv_transfer_params:
         return None
     sealed = kv_transfer_params[KEY]
-    if not (isinstance(sealed, dict) and isinstance(sealed.get("leg"), str) and isinstance(sealed.get("mac"), str)):
-        raise BadTransferParamsError("kv_transfer_params.splitserve must hold 'leg' and 'mac' strings")
-    payload = sealed["leg"].encode()
-    if not hmac.compare_digest(_mac(secret, payload), sealed["mac"]):
-        raise BadTransferParamsError("kv_transfer_params.splitserve carries a MAC that this cluster did not make")
+    if not (
+        isinstance(sealed, dict)
+        and isinstance(sealed.get("leg"), str)
+        and isinstance(sealed.get("mac"), str)
+    ):
+        raise BadTransferParamsError(
+            "kv_transfer_params.splitserve must hold 'leg' and 'mac' strings"
+        )
+    # A client may have written these: any text, unpaired surrogates too.
+    payload = sealed["leg"].encode(errors="surrogatepass")
+    given = sealed["mac"].encode(errors="surrogatepass")
+    if not hmac.compare_digest(_mac(secret, payload).encode(), given):
+        raise BadTransferParamsError(
+            "kv_transfer_params.splitserve carries a MAC that this cluster did not make"
+        )
     try:
         return msgspec.json.decode(payload, type=TransferParams)
     except msgspec.DecodeError as error:
-        raise BadTransferParamsError(f"kv_transfer_params.splitserve cannot be read: {error}") from error
+        raise BadTransferParamsError(
+            f"kv_transfer_params.splitserve cannot be read: {error}"
+        ) from error

@@ -1,11 +1,14 @@
-"""The one thread of a worker that moves KV: it owns the transport, the control sockets and every transfer of its rank.
+"""The one thread of a worker that moves KV: it owns the transport, the control sockets and every
+transfer of its rank.
 
-The engine's own threads only enqueue (``begin_step``, ``layer_done``, ``end_step``) and collect (``take_results``); none of these
-waits, except ``begin_step`` of a step that preempts a request whose pages are being read.
+The engine's own threads only enqueue (``begin_step``, ``layer_done``, ``end_step``) and collect
+(``take_results``); none of these waits, except ``begin_step`` of a step that preempts a request
+whose pages are being read.
 
-When it polls: with nothing open it sleeps until a socket, the engine or a deadline wakes it. While a peer writes to us and the
-transport needs our help, or while own writes are open, it polls in short naps; it never spins, because on a small host the core
-that it would take is the one that computes.
+When it polls: with nothing open it sleeps until a socket, the engine or a deadline wakes it. While
+a peer writes to us and the transport needs our help, or while own writes are open, it polls in
+short naps; it never spins, because on a small host the core that it would take is the one that
+computes.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 
 from splitserve.kv_transfer.messages import Introduction
@@ -40,11 +43,17 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_MS = 500
 NAP_S = 50e-6
 """Between polls while bytes move."""
-WAITING_NAP_S = 1e-3
-"""Between polls while a peer has begun to write and is still computing."""
+WAITING_NAP_MS = 1
+"""Between polls while a peer has begun to write and is still computing, or bytes should move but do
+not.
+"""
+QUIET_S = 1.0
+"""After this long without a sign of progress the naps become longer."""
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 5.0
 PREEMPTION_DEADLINE_S = 30.0
+DEATH_CHECK_S = 0.5
+"""How soon a caller that waits for the thread notices its death."""
 
 WhenReady = Callable[[], None]
 """Returns once a layer's bytes are in memory (on CUDA: waits for an event)."""
@@ -97,7 +106,9 @@ class TransferThread:
         """
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
-            raise TransferThreadError(f"the transfer thread did not start in {START_DEADLINE_S:g} s")
+            raise TransferThreadError(
+                f"the transfer thread did not start in {START_DEADLINE_S:g} s"
+            )
         self._check()
 
     def begin_step(self, orders: StepOrders) -> None:
@@ -112,8 +123,11 @@ class TransferThread:
             return
         done = threading.Event() if orders.preempted else None
         self._command("begin", (orders, done))
-        if done is not None and not done.wait(PREEMPTION_DEADLINE_S):
-            raise TransferThreadError("the transfer thread did not let go of preempted blocks")
+        until = monotonic() + PREEMPTION_DEADLINE_S
+        while done is not None and not done.wait(DEATH_CHECK_S):
+            self._check()
+            if monotonic() > until:
+                raise TransferThreadError("the transfer thread did not let go of preempted blocks")
 
     def layer_done(self, layer: int, when_ready: WhenReady | None = None) -> None:
         """The forward pass has left ``layer``; cheap enough to be called from the layer hook."""
@@ -155,7 +169,9 @@ class TransferThread:
         return counters
 
     def stop(self) -> None:
-        """End the thread; afterwards the registered memory is not touched any more. May be called twice."""
+        """End the thread; afterwards the registered memory is not touched any more. May be called
+        twice.
+        """
         self._stopping = True
         if self._thread.is_alive():
             self._wake()
@@ -167,17 +183,17 @@ class TransferThread:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise TransferThreadError(f"the transfer thread has died: {self._failure}") from self._failure
+            raise TransferThreadError(
+                f"the transfer thread has died: {self._failure}"
+            ) from self._failure
 
     def _command(self, name: str, argument: Any) -> None:
         self._commands.append((name, argument))
         self._wake()
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # The counter is full: it is awake.
             os.eventfd_write(self._wakeup, 1)
-        except BlockingIOError:
-            return  # The counter is full: it is awake.
 
     # -- the transfer thread -------------------------------------------------------------------
 
@@ -229,7 +245,8 @@ class TransferThread:
         if self._commands:
             return
         must_help = transport.capabilities.target_must_progress and receiving.is_writing
-        if sending.has_open_writes or (must_help and receiving.expects_last_bytes):
+        is_moving = sending.has_open_writes or (must_help and receiving.expects_last_bytes)
+        if is_moving and monotonic() - max(sending.moved_at, receiving.moved_at) < QUIET_S:
             sleep(NAP_S)
             return
         poller = zmq.Poller()
@@ -239,13 +256,11 @@ class TransferThread:
             poller.register(source, zmq.POLLIN)
         for descriptor in (*transport.filenos(), *sending.pidfds(), *receiving.pidfds()):
             poller.register(descriptor, zmq.POLLIN)
-        poller.poll(int(WAITING_NAP_S * 1000) if must_help else IDLE_WAIT_MS)
+        poller.poll(WAITING_NAP_MS if is_moving or must_help else IDLE_WAIT_MS)
 
     def _turn(self, transport: Transport, sending: SendingSide, receiving: ReceivingSide) -> None:
-        try:
+        with suppress(BlockingIOError):  # Woken by something else.
             os.eventfd_read(self._wakeup)
-        except BlockingIOError:
-            pass  # Woken by something else.
         now = monotonic()
         self._carry_out(sending, receiving)
         sending.receive()

@@ -1,18 +1,23 @@
-"""What a prefill node adds to an engine's scheduler: which requests are computed for a peer, and what is final when.
+"""What a prefill node adds to an engine's scheduler: which requests are computed for a peer, and
+what is final when.
 
-Engine-neutral and pure. The engine adapter reports arrivals, steps, preemptions and ends; ``take_orders`` gives what the workers'
-transfer threads must be told before the step's forward pass.
+Engine-neutral and pure. The engine adapter reports arrivals, steps, preemptions and ends;
+``take_orders`` gives what the workers' transfer threads must be told before the step's forward
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from splitserve.kv_transfer.orders import CloseSend, OpenSend, SendProgress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.kv_transfer.transfer_params import TransferParams
 
 
@@ -28,7 +33,9 @@ class Prefill:
 
 
 class Prefills:
-    """All requests of this engine that a peer waits for. Changed only by the engine's scheduler thread."""
+    """All requests of this engine that a peer waits for. Changed only by the engine's scheduler
+    thread.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -38,11 +45,13 @@ class Prefills:
         self._progress: list[SendProgress] = []
         self._closes: list[CloseSend] = []
         self._preempted: list[str] = []
+        self.leased_blocks = 0
+        """Blocks of finished requests that are held for a peer; may be read from any thread."""
 
     def arrived(
         self, request_id: str, params: TransferParams, prompt_tokens: int, prompt_hash: bytes
     ) -> bool:
-        """A prefill leg reached the engine. False when its transfer is already being computed here."""
+        """A prefill leg reached the engine. False when its transfer is being computed already."""
         if params.transfer_id in self._transfers:
             return False
         self._prefills[request_id] = Prefill(params.transfer_id, prompt_tokens)
@@ -60,23 +69,37 @@ class Prefills:
         """Whether a peer waits for this request."""
         return request_id in self._prefills
 
+    @property
+    def is_active(self) -> bool:
+        """Whether any request is computed or held for a peer; if not, steps need not be reported."""
+        return bool(self._prefills)
+
     def scheduled(
         self, request_id: str, computed_before: int, scheduled: int, block_ids: Sequence[int]
     ) -> None:
         """The step will compute ``scheduled`` tokens after ``computed_before`` known ones.
 
-        ``block_ids`` is the request's block table from prompt block 0, including the blocks of this step.
+        ``block_ids`` is the request's block table from prompt block 0, including the blocks of this
+        step. To be called for every request of the step, prefill leg or not: the engine's prefix
+        cache may give a request blocks that another one fills in this same step.
         """
-        prefill = self._prefills[request_id]
+        first = computed_before // self._block_tokens
+        end = -(-(computed_before + scheduled) // self._block_tokens)
+        self._filling.update(block_ids[first:end])
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            return
         total = -(-prefill.prompt_tokens // self._block_tokens)
         before = final_blocks(computed_before, prefill.prompt_tokens, self._block_tokens)
         after = final_blocks(computed_before + scheduled, prefill.prompt_tokens, self._block_tokens)
-        self._progress.append(SendProgress(
-            transfer_id=prefill.transfer_id,
-            source_blocks=tuple(block_ids[:total]),
-            final_before=before,
-            final_after=after,
-        ))  # fmt: skip
+        self._progress.append(
+            SendProgress(
+                transfer_id=prefill.transfer_id,
+                source_blocks=tuple(block_ids[:total]),
+                final_before=before,
+                final_after=after,
+            )
+        )
 
     def preempted(self, request_id: str) -> None:
         """The engine takes the request's blocks back before the coming step."""
@@ -84,12 +107,13 @@ class Prefills:
             self._preempted.append(request_id)
 
     def finished(self, request_id: str, *, aborted: bool, blocks: int) -> bool:
-        """The engine is done with the request. True when its blocks must stay until ``released``."""
+        """The engine is done with the request. True: its blocks must stay until ``released``."""
         prefill = self._prefills.get(request_id)
         if prefill is None:
             return False
         assert not prefill.finished, f"request {request_id} finished twice"
         prefill.finished, prefill.blocks = True, blocks
+        self.leased_blocks += blocks
         self._closes.append(CloseSend(request_id, aborted))
         return True
 
@@ -99,11 +123,7 @@ class Prefills:
             prefill = self._prefills.pop(request_id, None)
             if prefill is not None:
                 del self._transfers[prefill.transfer_id]
-
-    @property
-    def leased_blocks(self) -> int:
-        """Blocks of finished requests that are held for a peer."""
-        return sum(prefill.blocks for prefill in self._prefills.values() if prefill.finished)
+                self.leased_blocks -= prefill.blocks
 
     @property
     def has_orders(self) -> bool:
@@ -119,18 +139,31 @@ class Prefills:
         taken = (
             tuple(self._preempted),
             tuple(self._opens),
-            tuple(self._progress),
+            tuple(self._without_filling(item) for item in self._progress),
             tuple(self._closes),
         )
-        for queue in (self._preempted, self._opens, self._progress, self._closes):
-            queue.clear()  # type: ignore[attr-defined]
+        self._filling.clear()
+        self._preempted.clear()
+        self._opens.clear()
+        self._progress.clear()
+        self._closes.clear()
         return taken
+
+    def _without_filling(self, item: SendProgress) -> SendProgress:
+        """Not final before the step: the blocks that the step fills, whoever does it."""
+        known = item.source_blocks[: item.final_before]
+        if self._filling.isdisjoint(known):
+            return item
+        before = next(n for n, block in enumerate(known) if block in self._filling)
+        return structs.replace(item, final_before=before)
 
 
 def final_blocks(computed_tokens: int, prompt_tokens: int, block_tokens: int) -> int:
-    """Leading prompt blocks that hold their final bytes once ``computed_tokens`` tokens are computed.
+    """Leading prompt blocks that hold their final bytes once ``computed_tokens`` tokens are
+    computed.
 
-    A block is final when it is full; the prompt's last block is final when the prompt is computed, full or not.
+    A block is final when it is full; the prompt's last block is final when the prompt is computed,
+    full or not.
     """
     if computed_tokens >= prompt_tokens:
         return -(-prompt_tokens // block_tokens)

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,12 +26,15 @@ import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from harness.link import Namespace
 
 READY_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 20.0
 SERVED_NAME = "bench"
+ENGINE_BYTES_BESIDE_KV = 2_500_000_000
+"""What one engine's three processes take without their KV cache (a 135M model in float32)."""
 
 
 class EngineStartError(Exception):
@@ -229,7 +231,17 @@ class EnginePark(contextlib.AbstractContextManager["EnginePark"]):
         self.stop(self.engines)
 
     async def start(self, specs: Sequence[EngineSpec]) -> list[Engine]:
-        """All of ``specs`` run and are ready; they load at the same time."""
+        """All of ``specs`` run and are ready; they load at the same time.
+
+        Raises ``EngineStartError``, before anything is started, when memory is too short for them.
+        """
+        needed = sum(ENGINE_BYTES_BESIDE_KV + spec.flags.kv_cache_bytes for spec in specs)
+        available = psutil.virtual_memory().available
+        if available < needed:
+            raise EngineStartError(
+                f"{len(specs)} engines need about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
+                f"free beside {len(self.engines)} running ones: compare fewer systems at a time"
+            )
         started = []
         for spec in specs:
             engine = launch(spec, self.log_folder)

@@ -23,7 +23,8 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
     )
     options.add_argument("--cores", default="0,1", help="core of P, core of D")
     options.add_argument("--transport", default="nixl", help="splitserve's transport")
-    options.add_argument("--kv-cache-bytes", type=int, default=400_000_000, help="per engine")
+    options.add_argument("--kv-cache-bytes", type=int, default=200_000_000, help="per engine")
+    options.add_argument("--max-model-len", type=int, default=2304, help="tokens")
     options.add_argument("--engine-arg", action="append", default=[], help="further engine flag")
     options.add_argument(
         "--log-folder", type=Path, default=None, help="engine logs; default: temporary"
@@ -52,6 +53,7 @@ def engine_flags(options: argparse.Namespace) -> EngineFlags:
     return EngineFlags(
         model_folder(options.model),
         kv_cache_bytes=options.kv_cache_bytes,
+        max_model_len=options.max_model_len,
         extra=("--enable-prompt-tokens-details", *options.engine_arg),
     )
 

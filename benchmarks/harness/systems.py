@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 ENGINE_SIDE = Path(__file__).resolve().parent / "engine_side"
 NIXL_PROGRESS_DELAY_US = 1000
 NEVER_STREAM_BYTES = 2**40
-TRANSFER_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -228,14 +227,18 @@ class SplitserveSystem(System):
         return self._pair(*(self._side(side) for side in (0, 1)))
 
     def _side(self, side: int) -> dict[str, Any]:
+        from splitserve.orchestrator.config.schema import TransferConfig
+
+        defaults = TransferConfig()
         extra: dict[str, Any] = {
             "transport": self.transport,
+            "stream_min_bytes": self.stream_min,
             "control_host": self._address(side),
             "control_port_base": self.control_ports[side],
             "endpoint_port": free_port(),
             "incarnation": self.incarnations[side],
-            "lease_s": 60.0,
-            "transfer_deadline_s": TRANSFER_DEADLINE_S,
+            "lease_s": defaults.lease_s,
+            "transfer_deadline_s": defaults.deadline_s,
             "node": f"{self.name}-{'pd'[side]}",
             "role": ("prefill", "decode")[side],
         }
@@ -243,8 +246,6 @@ class SplitserveSystem(System):
             extra["warm_addresses"] = [self.control_address(0)]
         if self.placement.link:
             extra["transport_settings"] = {"host": self._address(side)}
-        if self.stream_min_bytes is not None:
-            extra["stream_min_bytes"] = self.stream_min_bytes
         environment = {
             "SPLITSERVE_SECRET": self.secret.hex(),
             "SPLITSERVE_TRANSFER_LOG": str(self.transfer_logs[side]),
@@ -265,6 +266,13 @@ class SplitserveSystem(System):
             "kv_connector_extra_config": extra,
         }
         return {"transfer_config": config, "environment": environment, "python_path": path}
+
+    @property
+    def stream_min(self) -> int:
+        """Bytes that one write has at least, while there is more to come."""
+        from splitserve.orchestrator.config.schema import TransferConfig
+
+        return self.stream_min_bytes or TransferConfig().stream_min_bytes
 
     def control_address(self, side: int) -> str:
         """Where rank 0's transfer thread of a side listens."""

@@ -1,7 +1,7 @@
 """One side of a transport under measurement, in its own process on its own core.
 
-Reads JSON commands from standard input, answers on standard output. The receiver polls as the product's transfer thread
-does while bytes move: every 50 microseconds. The writer measures.
+Reads JSON commands from standard input, answers on standard output. The receiver polls as the
+product's transfer thread does while bytes move: every 50 microseconds. The writer measures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from splitserve.kv_transfer.transports.base import PagePairing, Region, TransportEvent, WriteDone
 from splitserve.kv_transfer.transports.registry import create
@@ -29,7 +28,7 @@ WRITE_DEADLINE_S = 30.0
 
 
 class Side:
-    """A transport, and touched memory that is cut into pages of whatever size a measurement asks."""
+    """A transport, and touched memory that each measurement cuts into pages of its own size."""
 
     def __init__(self, transport: str, incarnation: str, memory_bytes: int) -> None:
         self.memory = np.frombuffer(mmap.mmap(-1, memory_bytes), dtype=np.uint8)
@@ -52,7 +51,7 @@ class Side:
         """Of those pages in that order."""
         found = hashlib.blake2b()
         for page in pages:
-            found.update(self.memory[page * page_bytes : (page + 1) * page_bytes])
+            found.update(self.memory[page * page_bytes : (page + 1) * page_bytes].tobytes())
         return found.hexdigest()
 
     def do_connect(self, description: str, base: int, page_bytes: int) -> None:
@@ -129,11 +128,11 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     side = Side(transport, role, int(memory_bytes))
     polls = role == "receiver" and side.transport.capabilities.target_must_progress
-    commands: npt.NDArray[Any] | int = sys.stdin.fileno()
+    commands = sys.stdin.fileno()
     while True:
-        if polls:
-            side.transport.poll()
-        if not select.select([commands], [], [], NAP_S if polls else None)[0]:
+        side.transport.poll()
+        waiting_for = [commands, *side.transport.filenos()]
+        if commands not in select.select(waiting_for, [], [], NAP_S if polls else 1.0)[0]:
             continue
         line = sys.stdin.buffer.readline()
         if not line:

@@ -332,7 +332,7 @@ class NixlTransport:
 
 
 def _error_types(api: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises: one class per status, without a common base, and what its C++ code throws."""
+    """What NIXL raises: a class per status, without a common base, and what its C++ throws."""
     bindings = vars(importlib.import_module(api.nixl_agent.__module__.replace("_api", "_bindings")))
     found = [kind for name, kind in bindings.items() if name.startswith("nixl") and "Error" in name]
     return (*found, RuntimeError, ValueError)
@@ -348,10 +348,9 @@ def _load(net_devices: str) -> Any:
         os.environ["UCX_NET_DEVICES"] = net_devices
     else:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else it may leak, as vLLM found
     if "ucxx" in sys.modules:
-        raise TransportError(
-            "ucxx is loaded in this process; it and NIXL bring different UCX builds"
-        )
+        raise TransportError("ucxx is loaded in this process: it brings another UCX than NIXL")
     reasons = []
     for build in _BUILDS:
         try:

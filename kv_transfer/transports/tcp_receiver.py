@@ -165,7 +165,7 @@ class Receiver:
     def _announced(
         self, table: Int64Array, page_bytes: int
     ) -> Generator[ByteRanges, None, tuple[int, int, Int64Array, str]]:
-        """Tag, write id and page indices of the next frame, and why it may not land (empty: it may)."""
+        """Tag, write id and page indices of the next frame, and why it may not land, if so."""
         header = np.empty(wire.FRAME.size, dtype=np.uint8)
         yield whole_buffer(header)
         tag, write_id, count, frame_page_bytes = wire.FRAME.unpack(header.tobytes())

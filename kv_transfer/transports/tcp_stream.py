@@ -27,6 +27,9 @@ Conversation = Iterator[ByteRanges]
 STEP_BYTES = 4 * 1024 * 1024
 """Most bytes that one step moves in one direction: bounds the time of ``poll``."""
 
+SILENCE_LIMIT_S = 30
+"""A connection whose other end acknowledges nothing, or has no room, for so long is over."""
+
 _SCRATCH = np.zeros(256 * 1024, dtype=np.uint8)
 """Where bytes go that nobody may have; shared by all connections and never read."""
 
@@ -191,9 +194,9 @@ def nowhere(length: int) -> ByteRanges:
 
 
 def _detect_silence(connection: socket.socket) -> None:
-    """A peer whose host vanished ends the connection within about half a minute."""
+    """A peer that vanished, or takes nothing that is sent, is lost after ``SILENCE_LIMIT_S``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT_S * 1000)

@@ -375,9 +375,7 @@ def _load(net_devices: str) -> tuple[Any, Any]:
     else:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     if any(name.startswith("nixl") for name in sys.modules):
-        raise TransportError(
-            "NIXL is loaded in this process; it and ucxx bring different UCX builds"
-        )
+        raise TransportError("NIXL is loaded in this process: it brings another UCX than ucxx")
     try:
         return (
             importlib.import_module("ucxx._lib.libucxx"),

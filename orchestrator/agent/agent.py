@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
@@ -39,8 +39,10 @@ from splitserve.orchestrator.agent.messages import (
 )
 from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV
 from splitserve.orchestrator.agent.readiness import (
+    ENDPOINT_ERRORS,
     Endpoint,
     WrongEngineError,
+    answer_of,
     wait_until_ready,
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
@@ -48,7 +50,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
@@ -57,11 +59,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 STATE_INTERVAL_S = 0.5
-_ENDPOINT_TIMEOUT_S = 2.0
 _FLUSH_S = 1.0
 
 EXIT_STOPPED = 0
 """Asked to stop, or drained."""
+EXIT_FAULT = 1
+"""The agent itself failed; its log says how."""
 EXIT_ENGINE_FAILED = 3
 """The engine never became ready, or died too often: starting the agent again would not help."""
 
@@ -110,6 +113,8 @@ class Agent:
         self._refused = ""
         self._died: EngineDied | None = None
         self._stop = asyncio.Event()
+        self._exit_status = EXIT_STOPPED
+        self._is_ending = False
         self._drain_deadline: float | None = None
 
     def stop(self) -> None:
@@ -119,12 +124,13 @@ class Agent:
     async def run(self) -> int:
         """Returns an exit status when the node has ended; nothing of the engine lives then."""
         link = asyncio.create_task(self._link.run())
+        link.add_done_callback(self._on_link_ended)
         try:
             self._report_previous_life()
             while True:
                 ready_once = await self._live()
                 if self._stop.is_set():
-                    return EXIT_STOPPED
+                    return self._exit_status
                 delay = self._budget.take(time.monotonic()) if ready_once else None
                 if delay is None:
                     self._set_phase("failed")
@@ -133,9 +139,18 @@ class Agent:
                 self._restarts += 1
                 await self._sleep(delay)
                 if self._stop.is_set():
-                    return EXIT_STOPPED
+                    return self._exit_status
         finally:
             await self._end(link)
+
+    def _on_link_ended(self, link: asyncio.Task[None]) -> None:
+        """The link runs for ever; when it fails the node cannot be told anything, so it ends."""
+        if self._is_ending:
+            return
+        cause = None if link.cancelled() else link.exception()
+        _log.error("the link to the router failed", exc_info=cause)
+        self._exit_status = EXIT_FAULT
+        self._stop.set()
 
     async def _live(self) -> bool:
         """One life, until nothing of its engine is left; whether it was ready."""
@@ -203,7 +218,8 @@ class Agent:
         try:
             return await self._report_states(life, life.endpoint)
         finally:
-            life.endpoint.close()
+            endpoint, life.endpoint = life.endpoint, None
+            endpoint.close()
 
     async def _report_progress(self) -> None:
         while True:
@@ -215,9 +231,8 @@ class Agent:
         life.last_answer = time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(_ENDPOINT_TIMEOUT_S):
-                    status = await endpoint.status()
-            except (OSError, TimeoutError):
+                status = await answer_of(endpoint.status())
+            except ENDPOINT_ERRORS:
                 if time.monotonic() - life.last_answer > silence_limit:
                     return (
                         "its endpoint was silent for engine_silence_limit_s = "
@@ -259,7 +274,7 @@ class Agent:
         self._life = None
         self._link.hello(None)
         self._incarnation_path().unlink(missing_ok=True)
-        lines = tuple(life.engine.log.last_lines)
+        lines = life.engine.log.story()
         cause = verdict or likely_cause(lines, exit_status)
         if self._stop.is_set() and not verdict:
             cause = "stopped"
@@ -310,11 +325,10 @@ class Agent:
             case _:
                 _log.debug("nothing to do for %r: no engine is ready", message)
 
-    async def _relay(self, call: Awaitable[None], message: ToAgent) -> None:
+    async def _relay(self, call: Coroutine[Any, Any, None], message: ToAgent) -> None:
         try:
-            async with asyncio.timeout(_ENDPOINT_TIMEOUT_S):
-                await call
-        except (OSError, TimeoutError) as error:
+            await answer_of(call)
+        except ENDPOINT_ERRORS as error:
             _log.warning("the engine did not take %r: %r", message, error)
 
     def _set_phase(self, phase: str, life: Life | None = None) -> None:
@@ -392,6 +406,7 @@ class Agent:
 
     async def _end(self, link: asyncio.Task[None]) -> None:
         """Give the last reports a moment to leave, then close the link."""
+        self._is_ending = True
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)

@@ -17,20 +17,29 @@ LOG_LIMIT_BYTES = 32 * 2**20
 begun.
 """
 LAST_LINES = 40
+FIRST_ERRORS = 10
 LINE_LIMIT_CHARACTERS = 2000
 
+_EXCEPTION = re.compile(
+    r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)"
+)
+"""An exception's own line, with or without the prefix that vLLM's processes put before it."""
+_FOLLOW_UP = re.compile(r"Engine core initialization failed|EngineDeadError")
+"""Errors that only say that something else has failed."""
+
 STAGES = (
+    (
+        re.compile(r"init engine \(|Starting vLLM API server|Started server process"),
+        "starting server",
+    ),
     (re.compile(r"Starting to load model"), "loading weights"),
     (re.compile(r"Loading .*checkpoint shards:\s*(\d+)%"), "loading weights"),
     (re.compile(r"Loading weights took|Model loading took"), "kv cache"),
     (re.compile(r"KV cache size|CPU blocks|kv cache|Registering KV"), "kv cache"),
     (re.compile(r"Warming up model|Capturing CUDA graph|torch\.compile takes"), "warm-up"),
-    (
-        re.compile(r"init engine \(|Starting vLLM API server|Started server process"),
-        "starting server",
-    ),
 )
-"""First match wins; an engine passes them in this order."""
+"""First match wins."""
+STAGE_ORDER = ("starting", "loading weights", "kv cache", "warm-up", "starting server")
 
 CAUSES = (
     (
@@ -42,7 +51,9 @@ CAUSES = (
         "out of memory; lower `kv_cache_bytes` or `engine_args.max_model_len`",
     ),
     (
-        re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)"),
+        re.compile(
+            r"(?:ModuleNotFoundError|ImportError): (.*)|(cannot import name .*?)(?:, please|$)"
+        ),
         "a Python package is missing or broken ({0}); install the engine into this environment",
     ),
     (
@@ -75,7 +86,7 @@ CAUSES = (
         "the transport cannot be used here: {0}",
     ),
 )
-"""Searched from the last line upwards, in this order."""
+"""Searched in this order, each through all lines."""
 
 
 class EngineLog:
@@ -87,6 +98,8 @@ class EngineLog:
         self.path = path
         self.stage = "starting"
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.errors: list[str] = []
+        """The first exceptions printed, without those that only follow from others."""
         self._hide = [secret for secret in hide if secret]
         self._rest = b""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +118,12 @@ class EngineLog:
         if self._file.tell() > LOG_LIMIT_BYTES:
             self._rotate()
         return self.stage != before
+
+    def story(self) -> tuple[str, ...]:
+        """What a person needs to see of an engine that ended: its first errors, then its last
+        lines.
+        """
+        return (*self.errors, *list(self.last_lines)[len(self.errors) :])
 
     def close(self) -> None:
         """Write what is left and close the file."""
@@ -126,6 +145,11 @@ class EngineLog:
         self._file.write(text.encode() + b"\n")
         self.last_lines.append(text)
         self.stage = stage_after(self.stage, text)
+        error = _EXCEPTION.match(text)
+        if error is None or _FOLLOW_UP.search(text) or len(self.errors) >= FIRST_ERRORS:
+            return
+        if error[1] not in self.errors:
+            self.errors.append(error[1])
 
     def _rotate(self) -> None:
         self._file.close()
@@ -135,12 +159,11 @@ class EngineLog:
 
 def stage_after(stage: str, line: str) -> str:
     """The loading stage after ``line`` was printed in ``stage``; it never goes back."""
-    order = ["starting", *dict.fromkeys(name for _, name in STAGES)]
     for pattern, name in STAGES:
         match = pattern.search(line)
         if match is None:
             continue
-        if order.index(name) < order.index(stage.split(" (")[0]):
+        if STAGE_ORDER.index(name) < STAGE_ORDER.index(stage.split(" (")[0]):
             return stage
         percent = match[1] if match.re.groups and match[1] else None
         return f"{name} ({percent} %)" if percent else name
@@ -152,11 +175,14 @@ def likely_cause(lines: Sequence[str], exit_status: int) -> str:
     status.
     """
     for pattern, cause in CAUSES:
-        for line in reversed(lines):
+        for line in lines:
             match = pattern.search(line)
             if match is not None:
                 details = [group for group in match.groups() if group]
                 return cause.format(*details) if details else cause
+    error = next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
+    if error is not None:
+        return f"ended by {error}"
     if exit_status == 137:
         return "killed by SIGKILL: by hand, or by the kernel for lack of memory (see `dmesg`)"
     if exit_status > 128:

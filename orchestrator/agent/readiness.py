@@ -6,16 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
+import zmq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
 
 _log = logging.getLogger(__name__)
+
+ENDPOINT_ERRORS = (OSError, TimeoutError, zmq.ZMQError)
+"""What a call of an endpoint raises when the engine does not answer, or its connection was closed
+meanwhile.
+"""
+
+T = TypeVar("T")
 
 _POLL_S = 0.25
 _CALL_TIMEOUT_S = 2.0
@@ -41,6 +49,24 @@ class WrongEngineError(Exception):
     """Another engine than the one that was started answers on its ports."""
 
 
+async def answer_of(call: Coroutine[Any, Any, T]) -> T:
+    """What a call of an endpoint returns; else one of ``ENDPOINT_ERRORS``.
+
+    The call runs in a task of its own: closing the connection under it cancels it, and that must
+    not cancel the caller.
+    """
+    task = asyncio.get_running_loop().create_task(call)
+    try:
+        await asyncio.wait({task}, timeout=_CALL_TIMEOUT_S)
+    finally:
+        task.cancel()
+    if not task.done():
+        raise TimeoutError(f"no answer from the engine within {_CALL_TIMEOUT_S:g} s")
+    if task.cancelled():
+        raise ConnectionResetError("the connection to the engine was closed")
+    return task.result()
+
+
 async def wait_until_ready(
     engine_url: str, connect: Callable[[], Endpoint], incarnation: str
 ) -> tuple[Endpoint, EngineDescription]:
@@ -54,10 +80,9 @@ async def wait_until_ready(
     try:
         while True:
             try:
-                async with asyncio.timeout(_CALL_TIMEOUT_S):
-                    description = await endpoint.describe()
+                description = await answer_of(endpoint.describe())
                 break
-            except (OSError, TimeoutError) as error:
+            except ENDPOINT_ERRORS as error:
                 _log.debug("the connector's endpoint does not answer yet: %r", error)
                 await asyncio.sleep(_POLL_S)
         if description.incarnation != incarnation:

@@ -9,6 +9,7 @@ each exactly once.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
@@ -57,6 +58,8 @@ class Actions:
             DeadlineKind.FIRST_TOKEN: DeadlineQueue[str](limits.first_token_deadline_s),
             DeadlineKind.REQUEST: DeadlineQueue[str](limits.request_deadline_s),
         }
+        self._queued_alone = 0
+        """How many in the queue need no prefill slot."""
         self._choices = 0
         self._may_place = False
 
@@ -72,19 +75,18 @@ class Actions:
         too.
         """
         effects: list[Effect] = []
-        passed = 0
-        for request in list(self.queue.values()):
-            if passed and not request.arrived.alone_because:
-                passed += 1
-                continue
-            placed = self._try_place(request, now)
+        while self.queue:
+            placed = self._try_place(next(iter(self.queue.values())), now)
             effects += placed
             if not placed:
-                if self._missing != "prefill_slot":
-                    break
-                passed += 1
-            if passed > QUEUE_SCAN_LIMIT_REQUESTS:
                 break
+        if self._queued_alone and self._missing == "prefill_slot":
+            scanned = islice(self.queue.values(), 1, QUEUE_SCAN_LIMIT_REQUESTS)
+            for request in [r for r in scanned if r.arrived.alone_because]:
+                placed = self._try_place(request, now)
+                effects += placed
+                if not placed:
+                    break
         return effects
 
     _missing: Missing = "decode_node"
@@ -227,9 +229,8 @@ class Actions:
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.QUEUED
-        self.queue[request.id] = request
+        self._enter_queue(request, now)
         self.queue.move_to_end(request.id, last=False)
-        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
         return effects + self._try_place(request, now)
 
     # Ends
@@ -330,8 +331,14 @@ class Actions:
         request.has_decode_leg = False
         self._may_place = True
 
+    def _enter_queue(self, request: Request, now: float) -> None:
+        self.queue[request.id] = request
+        self._queued_alone += bool(request.arrived.alone_because)
+        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
+
     def _leave_queue(self, request: Request) -> None:
         if self.queue.pop(request.id, None) is not None:
+            self._queued_alone -= bool(request.arrived.alone_because)
             self.deadlines[DeadlineKind.QUEUE].disarm(request.id)
 
     def _retry_after_s(self, now: float) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.core.lifecycle import Phase, Trigger
+    from splitserve.orchestrator.core.lifecycle import Trigger
+    from splitserve.orchestrator.core.requests import Request
 
 
 class CoreError(Exception):
@@ -20,17 +21,18 @@ class CoreError(Exception):
 class IllegalTransitionError(CoreError):
     """The table has no row for this; prints what happened to the request so far, with times."""
 
-    def __init__(
-        self, request_id: str, phase: Phase, trigger: Trigger, story: list[tuple[float, str]]
-    ) -> None:
-        self.request_id, self.phase, self.trigger = request_id, phase, trigger
+    def __init__(self, request: Request, trigger: Trigger) -> None:
+        self.request_id, self.phase, self.trigger = request.id, request.phase, trigger
         super().__init__(
-            f"request {request_id} in phase {phase.value!r} cannot take {trigger.value!r};"
-            f" its story:\n{tell(story)}"
+            f"request {request.id} in phase {request.phase.value!r} cannot take"
+            f" {trigger.value!r}; its story:\n{tell(request)}"
         )
 
 
-def tell(story: list[tuple[float, str]]) -> str:
-    """The story, one line each, with milliseconds since its first entry."""
-    start = story[0][0] if story else 0.0
-    return "\n".join(f"  +{(at - start) * 1000:9.1f} ms  {what}" for at, what in story)
+def tell(request: Request) -> str:
+    """The request's story, one line each, with milliseconds since its arrival."""
+    lines = ["  +      0.0 ms  arrived"]
+    for at, trigger, reason in request.story:
+        what = f"{trigger.value}: {reason}" if reason else trigger.value
+        lines.append(f"  +{(at - request.arrived_at) * 1000:9.1f} ms  {what}")
+    return "\n".join(lines)

@@ -80,10 +80,19 @@ class Membership:
         self.nodes: dict[str, Node] = {}
         self.refused: dict[str, str] = {}
         """Reason of the latest refusal by node name."""
+        self._usable: dict[str, list[Node]] = {}
 
     def usable(self, role: str) -> list[Node]:
         """Nodes to which new work of that role may go."""
-        return [node for node in self.nodes.values() if node.role == role and node.is_usable]
+        found = self._usable.get(role)
+        if found is None:
+            found = [n for n in self.nodes.values() if n.role == role and n.is_usable]
+            self._usable[role] = found
+        return found
+
+    def changed(self) -> None:
+        """To be called after a node came, went, or became usable or not."""
+        self._usable.clear()
 
     def find(self, name: str, incarnation: str) -> Node | None:
         """The node if it still lives that life."""

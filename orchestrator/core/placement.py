@@ -6,7 +6,7 @@ Nothing here changes a node; the answer is a choice, or the resource that is mis
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -30,8 +30,7 @@ class PlacementLimits:
     """Seconds for which a node whose leg broke is the last choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The nodes for one attempt; ``prefill`` is None for a request that goes to a decode node
     alone.
     """

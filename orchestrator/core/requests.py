@@ -10,6 +10,7 @@ from splitserve.orchestrator.core.lifecycle import Phase
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.events import RequestArrived
+    from splitserve.orchestrator.core.lifecycle import Trigger
     from splitserve.orchestrator.core.placement import Choice
 
 
@@ -26,7 +27,8 @@ class Request:
     has_decode_leg: bool = False
     tried: set[str] = field(default_factory=set)
     """Incarnations of the decode nodes on which an attempt has failed."""
-    story: list[tuple[float, str]] = field(default_factory=list)
+    story: list[tuple[float, Trigger, str]] = field(default_factory=list)
+    """What happened after its arrival: when, what, and why."""
 
     @property
     def arrived_at(self) -> float:

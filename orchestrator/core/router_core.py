@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.core.limits import CoreLimits
 
+    Action = Callable[[Request, float, str], list[Effect]]
+
 
 class RouterCore(Actions):
     """All decisions of the router."""
@@ -41,6 +43,9 @@ class RouterCore(Actions):
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
         self.is_stopping = False
+        self._rows: dict[tuple[Phase, Trigger], tuple[Action, tuple[Phase, ...]]] = {
+            key: (getattr(self, row.action), row.to) for key, row in TRANSITIONS.items()
+        }
         self._handlers: dict[type, Callable[..., list[Effect]]] = {
             ev.NodeJoined: self._on_node_joined,
             ev.NodeReported: self._on_node_reported,
@@ -62,16 +67,22 @@ class RouterCore(Actions):
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Apply one fact; return the orders that follow, in the order to perform them."""
         effects = self._handlers[type(event)](event, now)
-        while self._may_place and self.queue:
+        if self._may_place:
+            while self._may_place and self.queue:
+                self._may_place = False
+                effects += self._place_waiting(now)
             self._may_place = False
-            effects += self._place_waiting(now)
-        self._may_place = False
         return effects
 
     def next_deadline(self) -> float | None:
         """When ``TimePassed`` is due, None when nothing is waited for."""
         dues = [queue.next_due() for queue in (*self.deadlines.values(), self.silence)]
         return min((due for due in dues if due is not None), default=None)
+
+    @property
+    def shortest_wait_s(self) -> float:
+        """No deadline that is armed from now on is due sooner than this."""
+        return min(queue.duration_s for queue in (*self.deadlines.values(), self.silence))
 
     # Nodes
 
@@ -94,6 +105,7 @@ class RouterCore(Actions):
             known.is_connected, known.is_silent = True, False
         else:
             self.membership.nodes[description.node] = Node(description, event.role)
+        self.membership.changed()
         self.silence.arm(description.node, now)
         self._may_place = True
         return [*effects, AcceptNode(description.node)]
@@ -106,6 +118,7 @@ class RouterCore(Actions):
         node.is_silent = False
         self.silence.arm(node.name, now)
         node.note_report(state)
+        self.membership.changed()
         self._may_place = True
         return self._check_waiting(now) if not node.is_usable else []
 
@@ -114,6 +127,7 @@ class RouterCore(Actions):
         if node is None:
             return []
         node.is_connected = False
+        self.membership.changed()
         self.silence.disarm(node.name)
         return self._check_waiting(now)
 
@@ -128,6 +142,7 @@ class RouterCore(Actions):
     def _lose(self, node: Node, why: str, now: float) -> list[Effect]:
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
+        self.membership.changed()
         self.silence.disarm(node.name)
         effects: list[Effect] = []
         reason = f"node {node.name} is lost: {why}"
@@ -168,7 +183,7 @@ class RouterCore(Actions):
             prompt_tokens=event.prompt_tokens,
             received=now,
         )
-        request = Request(event, timeline, story=[(now, "arrived")])
+        request = Request(event, timeline)
         assert event.request_id not in self.requests, f"request id {event.request_id} is in use"
         self.requests[event.request_id] = request
         if self.is_stopping:
@@ -192,8 +207,7 @@ class RouterCore(Actions):
                 now,
                 retry_after_s=self._retry_after_s(now),
             )
-        self.queue[request.id] = request
-        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
+        self._enter_queue(request, now)
         self._may_place = len(self.queue) > 1 and bool(event.alone_because)
         return []
 
@@ -254,6 +268,7 @@ class RouterCore(Actions):
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
         for name in self.silence.take_due(now):
             self.membership.nodes[name].is_silent = True
+            self.membership.changed()
             effects += self._check_waiting(now)
         return effects
 
@@ -284,10 +299,11 @@ class RouterCore(Actions):
         self, request: Request, trigger: Trigger, now: float, reason: str = ""
     ) -> list[Effect]:
         """Do what the table says; the phase afterwards is one that it names."""
-        row = TRANSITIONS.get((request.phase, trigger))
+        row = self._rows.get((request.phase, trigger))
         if row is None:
-            raise IllegalTransitionError(request.id, request.phase, trigger, request.story)
-        request.story.append((now, f"{trigger.value}: {reason}" if reason else trigger.value))
-        effects: list[Effect] = getattr(self, row.action)(request, now, reason)
-        assert request.phase in row.to, f"{row} led to {request.phase}"
+            raise IllegalTransitionError(request, trigger)
+        action, to = row
+        request.story.append((now, trigger, reason))
+        effects = action(request, now, reason)
+        assert request.phase in to, f"{trigger} led to {request.phase}"
         return effects

@@ -80,6 +80,7 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         "node": node.name,
         "role": node.pool,
         "warm_addresses": warm,
+        "experimental_cuda": config.experimental_cuda,
     }
 
 

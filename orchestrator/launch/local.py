@@ -54,6 +54,7 @@ _SWEEP_POLL_S = 0.05
 _STOP_MARGIN_S = 6.0
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
+_HEAD_LINES = 4
 
 
 @dataclass
@@ -252,7 +253,7 @@ class LocalLauncher:
             return StartError(
                 f"the engine of {child.name} failed: {status.likely_cause} "
                 f"(exit status {status.exit_status}); its log is {status.log_path}",
-                status.last_lines[-_TAIL_LINES:],
+                _shortened(status.last_lines),
             )
         return StartError(
             f"the agent of {child.name} failed ({_ending(child.exit_status)}); "
@@ -304,6 +305,13 @@ def tail(path: Path) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(text.splitlines()[-_TAIL_LINES:])
+
+
+def _shortened(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """An engine's story on half a screen: its first errors and its last lines."""
+    if len(lines) <= _TAIL_LINES:
+        return lines
+    return (*lines[:_HEAD_LINES], "...", *lines[_HEAD_LINES - _TAIL_LINES :])
 
 
 def _log_dir(config: ClusterConfig, files: ClusterFiles) -> Path:

@@ -87,10 +87,11 @@ class AgentHub:
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """One agent's connection from its hand-shake to its end."""
         if not is_agent_token(request.headers.get("Authorization"), self._secret):
-            raise ApiError(401, "this is for agents that know the cluster secret")
+            error = ApiError(401, "this is for agents that know the cluster secret")
+            return web.Response(
+                status=401, body=error.body(), headers={"Content-Type": "application/json"}
+            )
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_LIMIT_BYTES)
-        if not socket.can_prepare(request).ok:
-            raise ApiError(400, "agents connect by WebSocket")
         await socket.prepare(request)
         connection = AgentConnection(socket)
         self._sockets.add(connection)

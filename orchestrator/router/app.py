@@ -18,11 +18,12 @@ from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
+from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
+from splitserve.orchestrator.router.http_server import HttpServer
 from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.request_log import RequestLog
-from splitserve.orchestrator.router.server import RouterServer
 from splitserve.orchestrator.router.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Router:
     client: EngineClient
     log: RequestLog
     port: int
-    _server: asyncio.Server
-    _handlers: web.Server
+    _server: HttpServer
+    _websockets: web.Server
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -57,11 +58,10 @@ class Router:
 
     async def stop(self) -> None:
         """End every request with an error, close every connection; takes a few seconds at most."""
-        self._server.close()
         self.driver.tell(RouterStopping())
+        await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
-        self._handlers.pre_shutdown()
-        await self._handlers.shutdown(FLUSH_TIMEOUT_S)
+        await self._websockets.shutdown(FLUSH_TIMEOUT_S)
         self.driver.close()
         self.client.close()
         self.log.flush()
@@ -86,23 +86,12 @@ async def start(
 
     driver = CoreDriver(core, client, agents, secret, on_end)
     agents.driver = driver
-    server = RouterServer(
-        driver,
-        agents,
-        Tenants(tenant_by_key, secret),
-        metrics,
-        log,
-        served_name=config.model.name,
-        max_body_bytes=config.router.max_body_bytes,
-        secret=secret,
-    )
-    handlers = web.Server(server.handle, handler_cancellation=True, access_log=None)
-    listener = await asyncio.get_running_loop().create_server(
-        handlers, config.router.host, config.router.port, reuse_address=True
-    )
-    port = int(listener.sockets[0].getsockname()[1])
+    api = Api(driver, agents, Tenants(tenant_by_key, secret), metrics, log, config.model.name)
+    websockets = web.Server(agents.serve, access_log=None)
+    server = HttpServer(api.handle, config.router.max_body_bytes, websockets, AGENTS_PATH)
+    port = await server.listen(config.router.host, config.router.port)
     _log.info("listening on http://%s:%d", config.router.host, port)
-    return Router(core, driver, agents, client, log, port, listener, handlers)
+    return Router(core, driver, agents, client, log, port, server, websockets)
 
 
 def limits_of(config: ClusterConfig) -> CoreLimits:

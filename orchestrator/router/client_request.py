@@ -26,6 +26,9 @@ COMPLETIONS = "completions"
 BYTES_PER_TOKEN = 3
 """Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
 
+COPY_LIMIT_BYTES = 64 * 1024
+"""Larger bodies are not copied to change their end."""
+
 _NOT_ON_PREFILL: Final = frozenset(
     {
         "n",
@@ -95,7 +98,9 @@ class ClientRequest:
     output_tokens: int | None
     alone_because: str
 
-    def decode_body(self, kv_transfer_params: bytes | None, salt: str | None) -> list[bytes]:
+    def decode_body(
+        self, kv_transfer_params: bytes | None, salt: str | None
+    ) -> list[bytes | memoryview]:
         """The decode leg's body in pieces; ``kv_transfer_params`` is JSON, None for a request that
         is not split.
         """
@@ -109,15 +114,17 @@ class ClientRequest:
             salt = None
         else:
             raw = self.raw
-        suffix = b""
-        if salt is not None:
-            suffix += b',"cache_salt":' + orjson.dumps(salt)
-        if kv_transfer_params is not None:
-            suffix += b',"kv_transfer_params":' + kv_transfer_params
-        if not suffix:
+        if salt is None and kv_transfer_params is None:
             return [raw]
         end = raw.rindex(b"}")
-        return [memoryview(raw)[:end], suffix + b"}"]  # type: ignore[list-item]
+        start = raw[:end] if end < COPY_LIMIT_BYTES else memoryview(raw)[:end]
+        pieces: list[bytes | memoryview] = [start]
+        if salt is not None:
+            pieces += (b',"cache_salt":', orjson.dumps(salt))
+        if kv_transfer_params is not None:
+            pieces += (b',"kv_transfer_params":', kv_transfer_params)
+        pieces.append(b"}")
+        return pieces
 
     def prefill_body(self, kv_transfer_params: bytes, salt: str | None) -> bytes:
         """The prefill leg's body."""

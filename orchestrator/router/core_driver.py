@@ -1,5 +1,4 @@
-"""Drives the core: hands it facts with the monotonic clock, performs its orders, and wakes it at its
-deadlines.
+"""Drives the core: hands it facts with the monotonic clock, performs its orders, wakes it in time.
 
 Facts that arise while orders are being performed wait for their turn, so the core's orders are
 performed in order.
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 CLOCK_STEP_S = 0.001
-"""The loop's timers count in milliseconds and may fire up to one early; the core's clock is finer."""
+"""The loop's timers count in milliseconds and may fire one early; the core's clock is finer."""
 
 
 class CoreDriver:
@@ -52,6 +51,7 @@ class CoreDriver:
         self._is_busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._shortest_wait_s = core.shortest_wait_s
         self._idle: asyncio.Event | None = None
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
@@ -82,11 +82,13 @@ class CoreDriver:
         try:
             while self._facts:
                 fact = self._facts.popleft()
-                for effect in self.core.handle(fact, time.monotonic()):
+                now = time.monotonic()
+                for effect in self.core.handle(fact, now):
                     self._performers[type(effect)](effect)
         finally:
             self._is_busy = False
-        self._arm_timer()
+        if self._timer is None or self._timer_at > now + self._shortest_wait_s:
+            self._arm_timer()
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Until no request is left, at most ``timeout_s``."""

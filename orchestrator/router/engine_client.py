@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import httptools
@@ -34,7 +35,8 @@ class LegListener(Protocol):
 
     def head_received(self, status: int, headers: RawHeaders) -> None: ...
 
-    def body_received(self, data: bytes) -> None: ...
+    def body_received(self, data: bytes, is_last: bool) -> None:
+        """``is_last``: ``ended`` follows at once."""
 
     def ended(self) -> None: ...
 
@@ -48,14 +50,15 @@ class EngineAddress:
     host: str
     port: int
 
-    @classmethod
-    def of(cls, url: str) -> EngineAddress:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(url: str) -> EngineAddress:
         """From ``http://host:port``; raises ``ValueError`` for anything else."""
         scheme, _, rest = url.partition("://")
         host, _, port = rest.rpartition(":")
         if scheme != "http" or not host or not port.isdigit():
             raise ValueError(f"engine_url must look like http://host:port, not {url!r}")
-        return cls(host.strip("[]"), int(port))
+        return EngineAddress(host.strip("[]"), int(port))
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +67,7 @@ class Leg:
 
     client: EngineClient
     address: EngineAddress
-    payload: Sequence[bytes]
+    payload: Sequence[bytes | memoryview]
     listener: LegListener
     connection: _Connection | None = None
     connecting: asyncio.Task[None] | None = None
@@ -111,7 +114,9 @@ class EngineClient:
     _sweep: asyncio.TimerHandle | None = None
     is_closed: bool = False
 
-    def send(self, address: EngineAddress, payload: Sequence[bytes], listener: LegListener) -> Leg:
+    def send(
+        self, address: EngineAddress, payload: Sequence[bytes | memoryview], listener: LegListener
+    ) -> Leg:
         """Send a request (head, then body) and report its answer to ``listener``."""
         assert not self.is_closed
         leg = Leg(self, address, payload, listener)
@@ -215,11 +220,11 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._transport: asyncio.Transport | None = None
         self._legs_carried = 0
+        self._parser = httptools.HttpResponseParser(self)
         self._reset()
 
     def _reset(self) -> None:
         """Ready for the next answer."""
-        self._parser = httptools.HttpResponseParser(self)
         self._bytes_seen = 0
         self._headers: RawHeaders = []
         self._status = 0
@@ -292,7 +297,7 @@ class _Connection(asyncio.Protocol):
         if self._body and not leg.is_over:
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
-            leg.listener.body_received(body)
+            leg.listener.body_received(body, self._is_complete)
         if self._is_complete and not leg.is_over:
             self._finish(leg)
 

@@ -15,6 +15,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    431: "RequestTooLargeError",
     429: "RateLimitError",
     500: "InternalServerError",
     502: "BadGatewayError",

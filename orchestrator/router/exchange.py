@@ -43,8 +43,8 @@ class Sink(Protocol):
     def send_head(self, status: int, headers: RawHeaders, body_bytes: int | None) -> None:
         """Status line and headers; ``body_bytes`` None for a body whose length is not known."""
 
-    def send_body(self, data: bytes) -> None:
-        """The next bytes; the sink calls ``Exchange.pause`` and ``resume`` when it is too slow."""
+    def send_body(self, data: bytes, is_last: bool = False) -> None:
+        """The next bytes; ``is_last`` when ``finish`` follows at once."""
 
     def finish(self) -> None:
         """The answer is complete."""
@@ -122,7 +122,7 @@ class Exchange:
             )
         elif self._answer is not None and self._answer.is_event_stream:
             start = b"" if self._answer.is_between_events else b"\n\n"
-            self._sink.send_body(start + error.event())
+            self._sink.send_body(start + error.event(), is_last=True)
             self._sink.finish()
         else:
             self._sink.abort()
@@ -134,6 +134,10 @@ class Exchange:
         self._answer_at_once(self._answer.status, headers, self._answer.take())
 
     # The client's side
+
+    def client_gone(self) -> None:
+        """The client has closed its connection."""
+        self._driver.tell(ev.ClientGone(self.id))
 
     def pause(self) -> None:
         """The client is slow: read no more from the decode engine."""
@@ -154,8 +158,8 @@ class Exchange:
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
-    def send_answer_body(self, data: bytes) -> None:
-        self._sink.send_body(data)
+    def send_answer_body(self, data: bytes, is_last: bool) -> None:
+        self._sink.send_body(data, is_last)
 
     def finish_answer(self) -> None:
         self._sink.finish()
@@ -163,7 +167,7 @@ class Exchange:
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True
         self._sink.send_head(status, headers, len(body))
-        self._sink.send_body(body)
+        self._sink.send_body(body, is_last=True)
         self._sink.finish()
 
     def _send_decode(self, order: StartPair | StartAlone, params: bytes | None) -> None:
@@ -175,7 +179,7 @@ class Exchange:
     def _send(
         self,
         node: NodeDescription,
-        body: Sequence[bytes],
+        body: Sequence[bytes | memoryview],
         listener: PrefillListener | DecodeAnswer,
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
@@ -187,7 +191,7 @@ class Exchange:
             self._shared_headers,
             size,
         )
-        payload = [head, *body]
+        payload: list[bytes | memoryview] = [head, *body]
         if size <= JOIN_LIMIT_BYTES:
             payload = [b"".join(payload)]
         return self._driver.client.send(address, payload, listener)
@@ -205,7 +209,7 @@ class PrefillListener:
     def head_received(self, status: int, headers: RawHeaders) -> None:
         self._status = status
 
-    def body_received(self, data: bytes) -> None:
+    def body_received(self, data: bytes, is_last: bool) -> None:
         pass
 
     def ended(self) -> None:
@@ -241,19 +245,19 @@ class DecodeAnswer:
         content_type = next((v for n, v in headers if n == b"content-type"), b"")
         self.is_event_stream = status < 400 and content_type.startswith(b"text/event-stream")
 
-    def body_received(self, data: bytes) -> None:
+    def body_received(self, data: bytes, is_last: bool) -> None:
         if self._is_relaying:
-            self._relay(data)
+            self._relay(data, is_last)
             return
         self._held.append(data)
         self._held_bytes += len(data)
         if self.is_event_stream:
-            self._look_at_first_event()
+            self._look_at_first_event(is_last)
         elif self._held_bytes > HELD_LIMIT_BYTES:
             if self.status >= 400:
                 self._fail("its error answer is too large")
             else:
-                self._start_relaying(None)
+                self._start_relaying(None, is_last)
 
     def ended(self) -> None:
         if self._is_relaying:
@@ -264,14 +268,14 @@ class DecodeAnswer:
         elif self.is_event_stream or not self._held_bytes:
             self.failed("the answer ended without any data")
         else:
-            self._start_relaying(self._held_bytes)
+            self._start_relaying(self._held_bytes, True)
             self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
             self._exchange.finish_answer()
 
     def failed(self, reason: str) -> None:
         self._driver.tell(ev.DecodeFailed(self._exchange.id, self._attempt, reason))
 
-    def _look_at_first_event(self) -> None:
+    def _look_at_first_event(self, is_last: bool) -> None:
         held = self.take()
         self._held, self._held_bytes = [held], len(held)
         event = first_data_event(held)
@@ -281,7 +285,7 @@ class DecodeAnswer:
             return
         refusal = error_in_event(event)
         if refusal is None:
-            self._start_relaying(None)
+            self._start_relaying(None, is_last)
             return
         self.status, body = refusal
         self._held, self._held_bytes = [body], len(body)
@@ -289,20 +293,20 @@ class DecodeAnswer:
         self._stop()
         self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
 
-    def _start_relaying(self, body_bytes: int | None) -> None:
+    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> None:
         self._is_relaying = True
         self._driver.tell(ev.FirstDataArrived(self._exchange.id, self._attempt))
         self._exchange.send_answer_head(body_bytes)
-        self._relay(self.take())
+        self._relay(self.take(), is_last)
 
-    def _relay(self, data: bytes) -> None:
+    def _relay(self, data: bytes, is_last: bool) -> None:
         if self.is_event_stream:
             if len(data) >= 4:
                 self.is_between_events = data.endswith((b"\n\n", b"\r\n\r\n"))
             else:
                 self._tail = (self._tail + data)[-4:]
                 self.is_between_events = self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        self._exchange.send_answer_body(data)
+        self._exchange.send_answer_body(data, is_last)
 
     _tail = b""
 

@@ -23,24 +23,20 @@ class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
     def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
-        self.timelines: deque[dict[str, Any]] = deque(maxlen=kept_requests)
         self._stream = stream
-        self._lines: list[bytes] = []
+        self._kept: deque[tuple[Timeline, str]] = deque(maxlen=kept_requests)
+        self._unwritten: list[tuple[Timeline, str]] = []
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._keeps = kept_requests > 0
         self._wall_offset = time.time() - time.monotonic()
 
     def add(self, timeline: Timeline, client_request_id: str) -> None:
         """One request ended."""
-        if not self._keeps and self._stream is None:
-            return
-        record = as_record(timeline, client_request_id, self._wall_offset)
-        if self._keeps:
-            self.timelines.append(record)
+        entry = (timeline, client_request_id)
+        self._kept.append(entry)
         if self._stream is None:
             return
-        self._lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        if len(self._lines) >= HELD_LIMIT_LINES:
+        self._unwritten.append(entry)
+        if len(self._unwritten) >= HELD_LIMIT_LINES:
             self.flush()
         elif self._flush_timer is None:
             loop = asyncio.get_running_loop()
@@ -48,17 +44,26 @@ class RequestLog:
 
     def find(self, client_request_id: str) -> dict[str, Any] | None:
         """The latest timeline with that X-Request-Id."""
-        matching = (r for r in reversed(self.timelines) if r["request_id"] == client_request_id)
-        return next(matching, None)
+        for timeline, request_id in reversed(self._kept):
+            if request_id == client_request_id:
+                return as_record(timeline, request_id, self._wall_offset)
+        return None
+
+    def latest(self, count: int) -> list[dict[str, Any]]:
+        """The latest timelines, oldest first."""
+        return [as_record(*entry, self._wall_offset) for entry in list(self._kept)[-count:]]
 
     def flush(self) -> None:
         """Everything added so far is written."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        if self._lines and self._stream is not None:
-            lines, self._lines = self._lines, []
-            self._stream.write(b"".join(lines))
+        if self._unwritten and self._stream is not None:
+            entries, self._unwritten = self._unwritten, []
+            records = (as_record(*entry, self._wall_offset) for entry in entries)
+            self._stream.writelines(
+                orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records
+            )
             self._stream.flush()
 
 

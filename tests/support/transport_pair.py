@@ -1,4 +1,4 @@
-"""Directs two processes that own a transport each (``transport_program``): the writer and the receiver of pages."""
+"""Directs processes that own a transport each (``transport_program``): writers and receivers."""
 
 from __future__ import annotations
 

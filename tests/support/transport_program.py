@@ -1,7 +1,8 @@
 """A process that owns one transport and some pages, and does what its standard input says.
 
-Each line in is a JSON object ``{"do": name, ...arguments}``, each line out its result. Between commands the program polls
-its transport as a transfer thread does: woken by the transport's descriptors, and by the clock while something is open.
+Each line in is a JSON object ``{"do": name, ...arguments}``, each line out its result. Between
+commands the program polls its transport as a transfer thread does: woken by the transport's
+descriptors, and by the clock while something is open.
 """
 
 from __future__ import annotations

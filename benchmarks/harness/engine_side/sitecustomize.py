@@ -1,6 +1,6 @@
 """Loaded by the engines of a benchmark that ask for it: changes a module right after its import.
 
-``NIXL_PROGRESS_DELAY_US`` (peers): the Python class ``nixl_agent`` sets ``pthrDelay`` to 0, so NIXL's
+``NIXL_PROGRESS_DELAY_US`` (peers): the Python class ``nixl_agent`` sets ``pthrDelay`` to 0, so the
 progress thread polls without a pause and takes a whole core on an idle engine; no argument changes
 it. With the variable the native agent is made with that delay. This is what makes vLLM's NIXL
 connectors a fair peer on a host with few cores.

@@ -60,10 +60,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def cluster_secret() -> bytes:
-    """The cluster secret from the environment. Raises ``ValueError`` when it is missing or malformed."""
+    """The cluster secret from the environment. Raises ``ValueError`` when it is missing or
+    malformed.
+    """
     text = os.environ.get(SECRET_ENV)
     if not text:
-        raise ValueError(f"the engine needs the cluster secret in the environment variable {SECRET_ENV}")
+        raise ValueError(
+            f"the engine needs the cluster secret in the environment variable {SECRET_ENV}"
+        )
     return parse_secret(text)
 
 

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SAMPLE_BYTES = 1 << 20
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """Named values; equal in all ranks of an engine and, for engines that may be paired, in both."""
+    """Named values; equal in all ranks of an engine, and in both engines of a possible pair."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -43,7 +48,9 @@ def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _weights(folder: Path, revision: str | None, load_format: object) -> str:
-    """Content of a local checkpoint by size and samples of each file, or a hub id with its revision."""
+    """Content of a local checkpoint by size and samples of each file, or a hub id with its
+    revision.
+    """
     if str(getattr(load_format, "value", load_format)) == "dummy":
         return f"dummy of {folder.name}"
     files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".bin", ".pt"))

@@ -113,7 +113,7 @@ class SchedulerHalf:
         )
 
     def _scheduled(self, output: SchedulerOutput, request_id: str, computed: int) -> None:
-        if not self._prefills.is_prefill(request_id):
+        if not self._prefills.is_active:
             return
         assert output.kv_connector_block_state is not None
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)

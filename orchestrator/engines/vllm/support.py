@@ -1,4 +1,6 @@
-"""Which engines the connector works with: what was tested is accepted, the rest is refused at start with a sentence."""
+"""Which engines the connector works with: what was tested is accepted, the rest is refused at start
+with a sentence.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ class UnsupportedEngineError(ValueError):
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ``UnsupportedEngineError`` unless this engine's KV can be split by blocks and layers."""
+    """Raise ``UnsupportedEngineError`` unless this engine's KV can be split."""
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedEngineError(
-            f"the model has {len(groups)} KV cache groups (hybrid or sliding-window attention); only models "
-            "with one kind of full attention can be split"
+            f"the model has {len(groups)} KV cache groups (hybrid or sliding-window attention); only "
+            "models with one kind of full attention can be split"
         )
     if kv_cache_config.has_mamba_layers:
         raise UnsupportedEngineError("models with Mamba layers cannot be split")
@@ -40,13 +42,16 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     total_heads = model.get_total_num_kv_heads()
     if total_heads % parallel.tensor_parallel_size:
         raise UnsupportedEngineError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size} does not divide the model's {total_heads} KV "
-            "heads; heads held twice cannot be split"
+            f"tensor_parallel_size {parallel.tensor_parallel_size} does not divide the "
+            f"model's {total_heads} KV heads; heads held twice cannot be split"
         )
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngineError("speculative decoding cannot be combined with a split yet")
-    if vllm_config.device_config.device_type != "cpu" and not connector_config(vllm_config).experimental_cuda:
+    if (
+        vllm_config.device_config.device_type != "cpu"
+        and not connector_config(vllm_config).experimental_cuda
+    ):
         raise UnsupportedEngineError(
-            f"device {vllm_config.device_config.device_type}: answers equal to one engine's have been shown on CPU "
-            "only; set experimental_cuda: true to try"
+            f"device {vllm_config.device_config.device_type}: answers equal to one engine's have "
+            "been shown on CPU only; set experimental_cuda: true to try"
         )

@@ -161,7 +161,7 @@ def test_a_client_that_leaves_cancels_both_legs(stage: int) -> None:
     if stage == 0:
         driver.report("d0", free_blocks=0, running=1)
     driver.request("r1")
-    steps = [ev.PrefillAnswered("r1", 1, 200), ev.FirstDataArrived("r1", 1)]
+    steps: list[ev.Event] = [ev.PrefillAnswered("r1", 1, 200), ev.FirstDataArrived("r1", 1)]
     order = {2: steps[:1], 3: steps, 4: steps[1:]}.get(stage, [])
     for event in order:
         driver.do(event)

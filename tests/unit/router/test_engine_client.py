@@ -35,7 +35,7 @@ class Heard:
     def head_received(self, status: int, headers: RawHeaders) -> None:
         self.status, self.headers = status, headers
 
-    def body_received(self, data: bytes) -> None:
+    def body_received(self, data: bytes, is_last: bool) -> None:
         self.body += data
 
     def ended(self) -> None:

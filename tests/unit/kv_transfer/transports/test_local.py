@@ -70,7 +70,7 @@ def test_a_process_that_has_ended_is_refused() -> None:
 
 
 def test_missing_rights_are_explained_with_the_remedy() -> None:
-    """A peer that may not be traced: the error names the capability, the setting and the way out."""
+    """The error names the capability, the setting and the other transport."""
     variant = Variant("local", "local")
     writer, receiver = TransportProcess(variant), TransportProcess(variant)
     try:

@@ -1,0 +1,260 @@
+"""The mock engine's KV connector: the product's own pieces behind the scheduler's hooks and the forward pass.
+
+What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in one process: the same decisions (``Prefills``,
+``Reservations``), the same endpoint for the agent, and one real ``TransferThread`` per tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from splitserve.decode_node.reservations import Reservations
+from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineEndpoint, EngineStatus
+from splitserve.kv_transfer.fingerprint import prompt_hash
+from splitserve.kv_transfer.orders import StepOrders, TransferResults
+from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
+from splitserve.kv_transfer.transfer_thread import TransferThread
+from splitserve.prefill_node.prefills import Prefills
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.engines.mock.model import KvMemory
+    from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
+    from splitserve.orchestrator.engines.vllm.connector_config import ConnectorConfig
+
+logger = logging.getLogger(__name__)
+
+
+class NoConnector:
+    """An engine that takes part in no split."""
+
+    has_orders = False
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Nothing."""
+
+    def arrived(self, request: Request) -> None:
+        """Nothing."""
+
+    def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def allocated(self, request: Request, external_tokens: int) -> None:
+        """Nothing."""
+
+    def finished(self, request: Request, *, aborted: bool) -> bool:
+        """Nobody reads its blocks."""
+        return False
+
+    def step_reported(self, results: TransferResults) -> None:
+        """Nothing."""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Nothing."""
+
+    def layer_done(self, layer: int) -> None:
+        """Nothing."""
+
+    def end_step(self) -> TransferResults:
+        """Nothing was sent or received."""
+        return TransferResults()
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+class Connector:
+    """Both halves. ``start`` and the rest are called by the engine's loop; the endpoint's thread reads ``_status``."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        secret: bytes,
+        memories: Sequence[KvMemory],
+        *,
+        fingerprint: dict[str, str],
+        max_model_len: int,
+    ) -> None:
+        layout = memories[0].layout
+        self._secret = secret
+        self._prefills = Prefills(layout.block_tokens)
+        self._reservations = Reservations(layout.block_tokens)
+        self._reports = RankReports(len(memories))
+        self._own_counters = {"ignored_transfer_params": 0.0, "prompt_tokens_computed": 0.0}
+        self._scheduler: Scheduler | None = None
+        self._threads = [
+            TransferThread(
+                config.transfer_settings(rank, len(memories)),
+                layout=memory.layout,
+                regions=[memory.region],
+                fingerprint=fingerprint,
+            )
+            for rank, memory in enumerate(memories)
+        ]
+        self._endpoint = EngineEndpoint(
+            config.endpoint_address,
+            secret,
+            EngineDescription(
+                incarnation=config.incarnation,
+                fingerprint=fingerprint,
+                control_addresses=tuple(map(config.control_address, range(len(memories)))),
+                block_tokens=layout.block_tokens,
+                total_blocks=layout.num_blocks,
+                max_model_len=max_model_len,
+                tensor_parallel=len(memories),
+                transport=config.transport,
+            ),
+            self._status,
+        )
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Peers and the agent can reach this engine. Raises when they could not."""
+        self._scheduler = scheduler
+        for thread in self._threads:
+            thread.start()
+        self._endpoint.start()
+
+    def stop(self) -> None:
+        """The threads have ended and the KV memory is not touched any more."""
+        self._endpoint.stop()
+        for thread in self._threads:
+            thread.stop()
+
+    # -- the scheduler's hooks -----------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """A leg is recognised by its sealed parameters."""
+        params = self._leg(request)
+        if params is None:
+            return
+        digest = prompt_hash(request.prompt, f"adapter=;salt={request.salt};media=")
+        side = self._prefills if params.role == "prefill" else self._reservations
+        if not side.arrived(request.id, params, len(request.prompt), digest):
+            logger.warning(
+                "request %s repeats transfer %s: it is computed here",
+                request.id,
+                params.transfer_id,
+            )
+
+    def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Prompt tokens that should come from the prefill node."""
+        return self._reservations.wanted_tokens(request.id, computed_tokens)
+
+    def allocated(self, request: Request, external_tokens: int) -> None:
+        """The request has blocks."""
+        self._reservations.reserved(request.id, request.blocks, external_tokens)
+
+    def finished(self, request: Request, *, aborted: bool) -> bool:
+        """True when the request's blocks are still read for a peer."""
+        self._reservations.finished(request.id)
+        return self._prefills.finished(request.id, aborted=aborted, blocks=len(request.blocks))
+
+    def step_reported(self, results: TransferResults) -> None:
+        """The transfer threads are done with these."""
+        self._reservations.settled(results.finished_receiving)
+        self._prefills.released(results.finished_sending)
+
+    # -- the forward pass ----------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the threads must be told something although no request runs."""
+        return (
+            self._endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
+        )
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Tell the threads what this step is about. Waits only when a request is preempted."""
+        for request_id in plan.preempted:
+            self._prefills.preempted(request_id)
+        for chunk in plan.chunks:
+            request = chunk.request
+            self._own_counters["prompt_tokens_computed"] += max(
+                0, min(chunk.tokens, len(request.prompt) - chunk.first)
+            )
+            if self._prefills.is_active:
+                self._prefills.scheduled(request.id, chunk.first, chunk.tokens, chunk.block_ids)
+        preempted, opens, progress, closes = self._prefills.take_orders()
+        receives, cancels, declines = self._reservations.take_orders()
+        given_up, dead_peers = self._endpoint.take_orders()
+        orders = StepOrders(
+            preempted=preempted,
+            opens=opens,
+            progress=progress,
+            closes=closes,
+            receives=receives,
+            cancels=cancels,
+            declines=declines,
+            given_up=given_up,
+            dead_peers=dead_peers,
+        )
+        for thread in self._threads:
+            thread.begin_step(orders)
+
+    def layer_done(self, layer: int) -> None:
+        """The forward pass has left ``layer`` on every rank."""
+        for thread in self._threads:
+            thread.layer_done(layer)
+
+    def end_step(self) -> TransferResults:
+        """The forward pass is over; what all ranks have finished since the last step."""
+        for thread in self._threads:
+            thread.end_step()
+        return self._reports.join([thread.take_results() for thread in self._threads])
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _leg(self, request: Request) -> TransferParams | None:
+        try:
+            return unseal(request.kv_transfer_params, self._secret)
+        except BadTransferParamsError as error:
+            self._own_counters["ignored_transfer_params"] += 1
+            logger.warning("request %s: %s; served without a transfer", request.id, error)
+            return None
+
+    def _status(self) -> EngineStatus:
+        """Read by the endpoint's thread: single reads of values that the loop's thread replaces."""
+        counters = Counter(self._own_counters)
+        for thread in self._threads:
+            counters.update(thread.counters())
+        scheduler = self._scheduler
+        assert scheduler is not None, "the endpoint was started before the scheduler"
+        return EngineStatus(
+            running=scheduler.running_requests,
+            waiting=scheduler.waiting_requests,
+            free_blocks=scheduler.pool.free_blocks,
+            total_blocks=scheduler.pool.total_blocks,
+            open_transfers=int(counters.pop("open_sends", 0) + counters.pop("open_receives", 0)),
+            leased_blocks=self._prefills.leased_blocks,
+            counters=dict(counters),
+        )
+
+
+class RankReports:
+    """Joins what the ranks report: a request is finished when every rank has said so, and failed when one has."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._failed: set[str] = set()
+
+    def join(self, results: Sequence[TransferResults]) -> TransferResults:
+        """The requests that are finished on all ranks now."""
+        for result in results:
+            self._sent.update(result.finished_sending)
+            self._received.update(result.finished_receiving)
+            self._failed |= result.failed_receiving
+        received = self._complete(self._received)
+        failed = received & self._failed
+        self._failed -= failed
+        return TransferResults(self._complete(self._sent), received, failed)
+
+    def _complete(self, counts: Counter[str]) -> frozenset[str]:
+        complete = frozenset(name for name, ranks in counts.items() if ranks == self._ranks)
+        for name in complete:
+            del counts[name]
+        return complete

@@ -1,0 +1,245 @@
+"""The OpenAI requests that the mock engine reads, and the JSON it answers with, in the shapes of vLLM 0.32."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from splitserve.orchestrator.engines.mock.tokenizer import (
+    VOCABULARY,
+    PromptError,
+    chat_prompt,
+    encode,
+)
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class MockApiError(Exception):
+    """The request ends with this status and message; ``param`` names the field that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """vLLM's error object."""
+        error = {
+            "message": self.message,
+            "type": _TYPES[self.status],
+            "param": self.param,
+            "code": self.status,
+        }
+        return {"error": error}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream holds besides its choices."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints read; other fields are ignored, as by vLLM."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    temperature: float | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: Any = None
+    echo: bool | None = False
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """``/v1/chat/completions``."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+    max_completion_tokens: int | None = None
+
+
+def read_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    """The request. Raises ``MockApiError`` 400."""
+    try:
+        return msgspec.json.decode(raw, type=kind, strict=False)
+    except msgspec.DecodeError as error:
+        raise MockApiError(400, f"the request body is not valid: {error}") from error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request."""
+
+    text: str | None
+    """None when it came as token ids."""
+    tokens: tuple[int, ...]
+
+
+def prompts_of(body: CompletionBody | ChatBody) -> list[Prompt]:
+    """Every prompt of the request, not empty. Raises ``MockApiError`` 400."""
+    if isinstance(body, ChatBody):
+        try:
+            text = chat_prompt(body.messages, body.tools)
+        except PromptError as error:
+            raise MockApiError(400, str(error), "messages") from error
+        return [Prompt(text, tuple(encode(text)))]
+    prompt = body.prompt
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return [_prompt(one) for one in (prompt if several else [prompt])]
+
+
+def _prompt(prompt: object) -> Prompt:
+    if isinstance(prompt, str):
+        tokens: list[int] = encode(prompt)
+        text = prompt
+    elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        tokens, text = prompt, None
+    else:
+        raise MockApiError(400, "'prompt' must be text or token ids", "prompt")
+    if not tokens:
+        raise MockApiError(400, "The decoder prompt cannot be empty", "prompt")
+    wrong = next((token for token in tokens if not 0 <= token < VOCABULARY), None)
+    if wrong is not None:
+        raise MockApiError(400, f"Token id {wrong} is out of vocabulary", "prompt")
+    return Prompt(text, tuple(tokens))
+
+
+def limit_tokens(body: CompletionBody | ChatBody, prompt_tokens: int, max_model_len: int) -> int:
+    """How long the answer may be. Raises ``MockApiError`` 400 for a prompt that is too long."""
+    if prompt_tokens >= max_model_len:
+        raise MockApiError(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"contains {prompt_tokens} input tokens, which exceeds this limit even without any "
+            "output tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
+    room = max_model_len - prompt_tokens
+    if isinstance(body, ChatBody):
+        wanted = body.max_completion_tokens or body.max_tokens
+    else:
+        wanted = 16 if body.max_tokens is None else body.max_tokens
+    if wanted is not None and wanted < 1:
+        raise MockApiError(400, f"max_tokens must be at least 1, got {wanted}.", "max_tokens")
+    if wanted is not None and wanted > max_model_len:
+        raise MockApiError(
+            400,
+            f"max_tokens={wanted} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            "max_tokens",
+        )
+    return room if wanted is None else min(room, wanted)
+
+
+class TextOf:
+    """The text of one answer as its tokens come, with stop strings cut off.
+
+    Text that may be the beginning of a stop string is held back until it is not.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stop_reason: str | None = None
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str, *, is_last: bool) -> str:
+        """What may go out; ``stop_reason`` is set when a stop string has come."""
+        self._held += text
+        places = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        if places:
+            at, self.stop_reason = min(places)
+            return self._held[:at]
+        keep = 0 if is_last else max((len(stop) for stop in self._stops), default=1) - 1
+        out = self._held[: len(self._held) - keep]
+        self._held = self._held[len(out) :]
+        return out
+
+
+class Shapes:
+    """The answer's JSON objects for one request."""
+
+    def __init__(self, request_id: str, model: str, *, is_chat: bool) -> None:
+        self.is_chat = is_chat
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+
+    def role_chunk(self, index: int) -> dict[str, Any]:
+        """A chat stream's first chunk."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice])
+
+    def chunk(
+        self, index: int, text: str, finish_reason: str | None, stop_reason: str | None
+    ) -> dict[str, Any]:
+        """The next text of one choice."""
+        choice: dict[str, Any] = {"index": index}
+        choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        if not self.is_chat or finish_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._chunk([choice])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, when asked for."""
+        return self._chunk([]) | {"usage": usage}
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": usage}
+
+    def choice(
+        self, index: int, text: str, finish_reason: str | None, stop_reason: str | None
+    ) -> dict[str, Any]:
+        """One complete choice."""
+        content = (
+            {"message": {"role": "assistant", "content": text, "tool_calls": []}}
+            if self.is_chat
+            else {"text": text}
+        )
+        end = {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        return {"index": index, **content, **end}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's count of tokens."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,188 @@
+"""The routes: OpenAI's for clients, and those for operators and agents. No route waits for
+anything.
+
+A route answers on the connection at once, or makes an ``Exchange`` that answers later. Errors are
+``ApiError``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from splitserve.orchestrator.agent.auth import is_agent_token
+from splitserve.orchestrator.core.events import RequestArrived
+from splitserve.orchestrator.router import headers as header_policy
+from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
+from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.exchange import Exchange, error_headers
+from splitserve.orchestrator.router.status import models_of, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.metrics import RouterMetrics
+    from splitserve.orchestrator.router.request_log import RequestLog
+    from splitserve.orchestrator.router.tenants import Tenants
+
+    Route = Callable[[HttpRequest, HttpConnection], None]
+
+AGENTS_PATH = "/internal/agents"
+TIMELINE_PATH = "/internal/timeline/"
+JSON = [(b"content-type", b"application/json")]
+TIMELINES_IN_STATUS_LIMIT = 32
+
+
+class Api:
+    """Answers every request; holds nothing of a request that has ended."""
+
+    def __init__(
+        self,
+        driver: CoreDriver,
+        agents: AgentHub,
+        tenants: Tenants,
+        metrics: RouterMetrics,
+        log: RequestLog,
+        served_name: str,
+    ) -> None:
+        self._driver = driver
+        self._agents = agents
+        self._tenants = tenants
+        self._metrics = metrics
+        self._log = log
+        self._served_name = served_name
+        self._models = frozenset({served_name})
+        self._started_unix_s = int(time.time())
+        self._life = secrets.token_hex(4)
+        self._count = 0
+        self._routes: dict[tuple[str, str], Route] = {
+            ("POST", "/v1/chat/completions"): lambda r, c: self._generate(r, c, CHAT),
+            ("POST", "/v1/completions"): lambda r, c: self._generate(r, c, COMPLETIONS),
+            ("GET", "/v1/models"): self._list_models,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._show_metrics,
+            ("GET", AGENTS_PATH): self._want_websocket,
+            ("GET", "/internal/status"): self._show_status,
+        }
+        self._methods: dict[str, list[str]] = {}
+        for method, path in self._routes:
+            self._methods.setdefault(path, []).append(method)
+
+    def handle(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """Every request begins here."""
+        route = self._routes.get((request.method, request.path))
+        try:
+            if route is not None:
+                route(request, connection)
+            elif request.method == "GET" and request.path.startswith(TIMELINE_PATH):
+                self._show_timeline(request, connection)
+            else:
+                raise self._no_such_route(request)
+        except ApiError as error:
+            self._metrics.refused(error.status)
+            request_id = header_policy.request_id_of(request.header(b"x-request-id"), "")
+            connection.answer(error.status, error_headers(error, request_id), error.body())
+
+    # OpenAI's routes
+
+    def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
+        authorization = content_type = client_request_id = None
+        for name, value in request.headers:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"content-type":
+                content_type = value
+            elif name == b"x-request-id":
+                client_request_id = value
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise ApiError(415, "send the body without Content-Encoding")
+        tenant = self._tenants.authenticate(authorization)
+        if content_type != b"application/json" and not _is_json(content_type):
+            raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        body = read_client_request(endpoint, request.body, self._models)
+        self._count += 1
+        own_id = f"{self._life}-{self._count:x}"
+        client_id = header_policy.request_id_of(client_request_id, own_id)
+        exchange = Exchange(
+            self._driver,
+            own_id,
+            body,
+            header_policy.to_engines(request.headers, client_id),
+            client_id,
+            self._tenants.salt(tenant, body.fields.get("cache_salt")),
+            connection,
+        )
+        connection.listener = exchange
+        arrived = RequestArrived(
+            own_id,
+            endpoint,
+            body.prompt_tokens,
+            body.output_tokens,
+            body.is_streaming,
+            body.alone_because,
+            tenant,
+        )
+        self._driver.admit(exchange, arrived)
+
+    def _list_models(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._tenants.authenticate(request.header(b"authorization"))
+        models = models_of(self._driver.core, self._served_name, self._started_unix_s)
+        _send_json(connection, 200, models)
+
+    # For operators and agents
+
+    def _health(self, request: HttpRequest, connection: HttpConnection) -> None:
+        membership = self._driver.core.membership
+        ready = {role: len(membership.usable(role)) for role in ("prefill", "decode")}
+        is_ready = bool(ready["decode"]) and not self._driver.core.is_stopping
+        status = "ready" if is_ready else "no decode node is ready"
+        _send_json(connection, 200 if is_ready else 503, {"status": status, "ready_nodes": ready})
+
+    def _show_metrics(self, request: HttpRequest, connection: HttpConnection) -> None:
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        connection.answer(200, headers, self._metrics.render())
+
+    def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
+        if self._tenants.are_required and not self._is_operator(request):
+            raise ApiError(401, "the status is for those who know the cluster secret")
+        status = status_of(self._driver.core, self._agents)
+        status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
+        _send_json(connection, 200, status)
+
+    def _show_timeline(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """One request's timeline, to its tenant or to an operator."""
+        is_operator = self._is_operator(request)
+        authorization = request.header(b"authorization")
+        tenant = "" if is_operator else self._tenants.authenticate(authorization)
+        record = self._log.find(request.path.removeprefix(TIMELINE_PATH))
+        if record is None or not (is_operator or record["tenant"] == tenant):
+            raise ApiError(404, "no timeline of a request with that id is kept")
+        _send_json(connection, 200, record)
+
+    def _want_websocket(self, request: HttpRequest, connection: HttpConnection) -> None:
+        raise ApiError(400, "agents connect by WebSocket")
+
+    def _is_operator(self, request: HttpRequest) -> bool:
+        authorization = request.header(b"authorization") or b""
+        return is_agent_token(authorization.decode("latin-1"), self._driver.secret)
+
+    def _no_such_route(self, request: HttpRequest) -> ApiError:
+        methods = self._methods.get(request.path)
+        if methods:
+            return ApiError(405, f"{request.path} takes {' and '.join(methods)} only")
+        return ApiError(404, f"there is no {request.method} {request.path} here")
+
+
+def _is_json(content_type: bytes | None) -> bool:
+    media_type = (content_type or b"").partition(b";")[0]
+    return media_type.strip().lower() == b"application/json"
+
+
+def _send_json(connection: HttpConnection, status: int, value: Any) -> None:
+    connection.answer(status, JSON, orjson.dumps(value))

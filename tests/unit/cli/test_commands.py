@@ -1,0 +1,87 @@
+"""The command line: what it prints and with which status it ends, without starting anything."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+
+from splitserve.orchestrator.cli.main import main
+from splitserve.orchestrator.config import builtin_names, parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def run(*arguments: str) -> Result:
+    """Run `splitserve` in this process."""
+    return CliRunner().invoke(main, arguments)
+
+
+def test_dry_run_shows_the_resolved_cluster(tmp_path: Path) -> None:
+    """YAML that can be read again, then one command per engine; nothing is left in the state
+    folder.
+    """
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "engine: mock\nmodel: {path: m}\nrouter: {port: 0}\n"
+        "prefill: &pool {kv_cache_bytes: 1 MiB, transfer: {transport: tcp}}\ndecode: *pool\n"
+    )
+    result = run("up", str(path), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert parse(result.stdout).router.port > 0
+    assert result.stdout.count("engines.mock.server") == 2
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_wrong_configuration_is_told(tmp_path: Path) -> None:
+    """Status 2, the file, each problem on a line of its own, on standard error."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {path: m}\nengine: mokk\nrouter: {prt: 1}\n")
+    result = run("up", str(path))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"{path} cannot be used; nothing was started" in result.stderr
+    assert "  - router.prt (line 3): unknown key; did you mean 'port'?" in result.stderr
+    assert "  - engine (line 2): " in result.stderr
+
+
+def test_status_without_clusters() -> None:
+    """Status 3, and an empty list in JSON."""
+    assert run("status").exit_code == 3
+    result = run("status", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout) == {"clusters": []}
+    assert run("down").exit_code == 3
+
+
+def test_config_list_and_show() -> None:
+    """Every built-in configuration is listed, and shown as its file."""
+    listed = run("config", "list").stdout
+    for name in builtin_names():
+        assert name in listed
+        assert run("config", "show", name).exit_code == 0
+    assert run("config", "show", "nothing").exit_code == 2
+
+
+def test_version() -> None:
+    """The package and what it runs on."""
+    assert run("version").stdout.startswith("splitserve ")
+
+
+def test_doctor(tmp_path: Path) -> None:
+    """Status 2 when something must be changed, with what; every check is listed."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("engine: mock\nmodel: {path: m}\nprefill: {cpus: [[4000]]}\n")
+    result = run("doctor", str(path))
+    assert result.exit_code == 2
+    assert "FAIL  cpus" in result.stdout
+    assert "no CPU 4000" in result.stdout
+    assert "ok    model" in result.stdout

@@ -1,0 +1,122 @@
+"""What two keys must agree on: refused with both named."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.config.checks import fixed_ports, is_loopback
+
+MODEL = "model: {path: some/model}\n"
+
+
+def problems_of(text: str) -> list[str]:
+    """What is wrong with ``text``."""
+    with pytest.raises(ConfigError) as caught:
+        parse(MODEL + text)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("key", "ours", "theirs"),
+    [("block_size", 64, 128), ("dtype", "float32", "bfloat16"), ("kv_cache_dtype", "auto", "fp8")],
+)
+def test_pools_that_do_not_fit_are_refused(key: str, ours: object, theirs: object) -> None:
+    """A different block size or type on P and D names both values and says what to do."""
+    text = (
+        f"engine: mock\nprefill: {{engine_args: {{{key}: {ours}}}}}\n"
+        f"decode: {{engine_args: {{{key}: {theirs}}}}}\n"
+    )
+    (problem,) = problems_of(text)
+    assert problem.startswith(
+        f"prefill.engine_args.{key} is {ours} but decode.engine_args.{key} is"
+    )
+    assert str(theirs) in problem
+    assert "same value" in problem
+
+
+def test_pools_with_different_transports_are_refused() -> None:
+    """Both ends must speak the same."""
+    text = "engine: mock\nprefill: {transfer: {transport: tcp}}\n"
+    assert "decode.transfer.transport is nixl" in problems_of(text)[0]
+
+
+def test_a_cpu_of_two_nodes_is_refused() -> None:
+    """The sentence names the CPU and both nodes; it can be allowed."""
+    text = "prefill: {cpus: [[0]]}\ndecode: {cpus: [[0, 1]]}\n"
+    (problem,) = problems_of(text)
+    assert problem.startswith("CPU 0 is given to prefill-0 and decode-0")
+    parse(MODEL + text + "allow_shared_devices: true\n")
+
+
+def test_vllm_on_cpu_needs_cpus() -> None:
+    """Without them every engine would bind the same core."""
+    assert [problem.split(":")[0] for problem in problems_of("")] == ["prefill.cpus", "decode.cpus"]
+
+
+def test_one_list_of_cpus_per_replica() -> None:
+    """Two replicas with one list are refused."""
+    text = "prefill: {replicas: 2, cpus: [[0]]}\ndecode: {cpus: [[1]]}\n"
+    assert "1 lists for 2 replicas" in problems_of(text)[0]
+
+
+def test_cpus_must_split_over_the_ranks() -> None:
+    """Three CPUs do not split over two ranks; four do."""
+    text = (
+        "engine: mock\nprefill: {{cpus: [{}], engine_args: {{tensor_parallel_size: 2}}}}\n"
+        "decode: {{engine_args: {{tensor_parallel_size: 1}}}}\n"
+    )
+    assert "give a multiple of 2" in problems_of(text.format([0, 1, 2]))[0]
+    parse(MODEL + text.format([0, 1, 2, 3]))
+
+
+def test_cuda_must_be_asked_for() -> None:
+    """`gpus` alone is refused with the flag that accepts the risk; with it, it is accepted."""
+    text = "prefill: {gpus: [[0]]}\ndecode: {gpus: [[1]]}\n"
+    assert all("experimental_cuda: true" in problem for problem in problems_of(text))
+    parse(MODEL + text + "experimental_cuda: true\n")
+
+
+@pytest.mark.parametrize(
+    "key", ["port", "kv-transfer-config", "api_key", "served_model_name", "model"]
+)
+def test_flags_that_splitserve_sets_are_refused(key: str) -> None:
+    """With the key to use instead, in snake_case and kebab-case."""
+    text = f"engine: mock\nprefill: {{engine_args: {{{key}: x}}}}\n"
+    (problem,) = problems_of(text)
+    assert problem.startswith(f"prefill.engine_args.{key}: set by splitserve; ")
+
+
+def test_ports_that_overlap_are_refused() -> None:
+    """Two uses of one port are named; ports left open are not compared."""
+    text = "engine: mock\nprefill: {port_base: 8000}\n"
+    (problem,) = problems_of(text)
+    assert problem.startswith("port 8000 is used by router.port and prefill-0 HTTP")
+
+
+def test_every_fixed_port_is_listed() -> None:
+    """Router, HTTP, endpoint, and one control port per rank and node."""
+    text = (
+        "engine: mock\nprefill: {replicas: 2, port_base: 9000, transfer: {port_base: 9100}, "
+        "engine_args: {tensor_parallel_size: 2}}\n"
+    )
+    ports = [port for port, _, _ in fixed_ports(parse(MODEL + text))]
+    assert ports == [8000, 9000, 9001, 9100, 9101, 9002, 9003, 9102, 9103]
+
+
+def test_an_open_router_needs_keys() -> None:
+    """Listening beyond loopback without API keys is refused."""
+    text = "engine: mock\nrouter: {host: 0.0.0.0}\n"
+    assert problems_of(text)[0].startswith(
+        "router.host: 0.0.0.0 serves the network without any key"
+    )
+    parse(MODEL + text + "security: {api_keys: [{tenant: a, key_env: K}]}\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("host", False)],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    """Only addresses that this machine alone can reach count."""
+    assert is_loopback(host) is expected

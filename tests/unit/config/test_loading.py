@@ -1,0 +1,136 @@
+"""Reading a cluster YAML: what is accepted, and what the errors say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from splitserve.orchestrator.config import (
+    ClusterConfig,
+    ConfigError,
+    builtin_names,
+    dump_resolved,
+    load,
+    load_resolved,
+    nodes,
+    parse,
+)
+from splitserve.orchestrator.config.schema import parse_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MINIMAL = "model: {path: some/model}\nengine: mock\n"
+
+
+def problems_of(text: str) -> list[str]:
+    """What ``parse`` finds wrong; fails when it finds nothing."""
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "x.yaml")
+    assert caught.value.source == "x.yaml"
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_built_in_configuration_loads(name: str, tmp_path: Path) -> None:
+    """Each file of configs/ passes every check and survives the way to the processes and back."""
+    config = load(name)
+    assert {node.pool for node in nodes(config)} == {"prefill", "decode"}
+    path = tmp_path / "resolved.json"
+    path.write_text(dump_resolved(config))
+    assert load_resolved(path) == config
+
+
+def test_only_the_model_is_required() -> None:
+    """A file with a model (and, for vLLM on CPU, the CPUs) is complete."""
+    config = parse(MINIMAL)
+    assert config.model.name == "model"
+    assert config.router.host == "127.0.0.1"
+    assert [node.name for node in nodes(config)] == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prefil: {}", "prefil (line 3): unknown key; did you mean 'prefill'?"),
+        (
+            "prefill:\n  transfer: {lease: 3}",
+            "prefill.transfer.lease (line 4): unknown key; did you mean 'lease_s'?",
+        ),
+        (
+            "router: {port: '8000'}",
+            "router.port (line 3): input should be a valid integer (got '8000')",
+        ),
+        (
+            "router: {port: 70000}",
+            "router.port (line 3): input should be less than or equal to 65535 (got 70000)",
+        ),
+        (
+            "prefill: {cpus: [[a]]}",
+            "prefill.cpus[0][0] (line 3): input should be a valid integer (got 'a')",
+        ),
+        (
+            "security: {api_keys: [{tenant: a}]}",
+            "security.api_keys[0] (line 3): give exactly one of key_file and key_env",
+        ),
+    ],
+)
+def test_errors_name_the_key_the_line_and_the_remedy(text: str, expected: str) -> None:
+    """Each problem begins with the key's path and its line in the file."""
+    assert problems_of(MINIMAL + text) == [expected]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """Three mistakes in three sections are three sentences."""
+    text = "router: {port: -1}\nprefill: {replicas: 0}\ndecode: {nodes: 1}\n"
+    assert len(problems_of(MINIMAL + text)) == 3
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    """YAML would let the last one win silently."""
+    (problem,) = problems_of("engine: mock\nmodel: {path: a}\nengine: vllm\n")
+    assert problem == "line 3: key 'engine' is given twice"
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b", "just text", "model: ["])
+def test_what_is_no_mapping_is_refused(text: str) -> None:
+    """Nothing, a list, text and broken YAML are refused with a sentence."""
+    assert len(problems_of(text)) == 1
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """A misspelt built-in name: the known ones and the nearest."""
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'") as caught:
+        load("quikstart")
+    assert "mock-2p2d" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("1 GB", 10**9),
+        ("512 MiB", 512 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("2k", 2000),
+    ],
+)
+def test_sizes_may_have_units(written: object, expected: int) -> None:
+    """Decimal and binary units, with and without a blank."""
+    assert parse_bytes(written) == expected
+
+
+@pytest.mark.parametrize("written", ["1 XB", "GB", "-1 GB", "1 GiGB", ""])
+def test_a_size_that_is_none_is_refused(written: str) -> None:
+    """The error shows how sizes are written."""
+    with pytest.raises(ValueError, match=r"size|unit"):
+        parse_bytes(written)
+
+
+def test_the_configuration_is_frozen() -> None:
+    """Nobody changes a configuration that others read."""
+    config: ClusterConfig = parse(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.router.port = 1  # type: ignore[misc]

@@ -1,0 +1,105 @@
+"""What the mock engine accepts, and its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from splitserve.orchestrator.engines.mock.protocol import (
+    ChatBody,
+    CompletionBody,
+    MockApiError,
+    TextOf,
+    limit_tokens,
+    prompts_of,
+    read_body,
+)
+from splitserve.orchestrator.engines.mock.tokenizer import END, chat_prompt, decode, encode
+
+
+def completion(**fields: Any) -> Any:
+    return read_body(orjson.dumps(fields), CompletionBody)
+
+
+def chat(**fields: Any) -> Any:
+    return read_body(orjson.dumps(fields), ChatBody)
+
+
+def test_text_and_ids_are_the_same_prompt() -> None:
+    """A string is its bytes; several prompts stay apart."""
+    assert prompts_of(completion(prompt="ab"))[0].tokens == (97, 98)
+    assert prompts_of(completion(prompt=[97, 98]))[0].tokens == (97, 98)
+    assert [p.tokens for p in prompts_of(completion(prompt=["a", "b"]))] == [(97,), (98,)]
+    assert [p.tokens for p in prompts_of(completion(prompt=[[97], [98]]))] == [(97,), (98,)]
+
+
+def test_chat_is_rendered() -> None:
+    """Roles, text parts and tools are part of the prompt, and the answer's place comes last."""
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    prompt = prompts_of(chat(messages=[{"role": "user", "content": parts}]))[0]
+    assert prompt.text == "<user>hi\n<assistant>"
+    assert chat_prompt([{"role": "user", "content": "x"}], ["tool"]).startswith("<tools>")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [512]},
+        {"prompt": [-1]},
+        {"prompt": [True]},
+        {"prompt": {"a": 1}},
+        {},
+        {"prompt": "a", "max_tokens": 0},
+        {"prompt": "a", "max_tokens": 101},
+        {"prompt": "a" * 100},
+        {"prompt": "a", "max_tokens": "many"},
+    ],
+)
+def test_bad_completions_are_refused(fields: dict[str, Any]) -> None:
+    """Status 400 with vLLM's error object."""
+    with pytest.raises(MockApiError) as raised:
+        body = completion(**fields)
+        for prompt in prompts_of(body):
+            limit_tokens(body, len(prompt.tokens), 100)
+    assert raised.value.status == 400
+    assert raised.value.body()["error"]["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], ["x"], [{"content": "x"}], [{"role": "user", "content": 3}],
+     [{"role": "user", "content": [{"type": "image_url"}]}]],
+)  # fmt: skip
+def test_bad_chats_are_refused(messages: list[Any]) -> None:
+    """Status 400."""
+    with pytest.raises(MockApiError, match="."):
+        prompts_of(chat(messages=messages))
+
+
+def test_the_answer_is_limited_by_the_context() -> None:
+    """Completions get 16 tokens unless they ask, chats the rest of the context."""
+    assert limit_tokens(completion(prompt="a"), 10, 100) == 16
+    assert limit_tokens(completion(prompt="a", max_tokens=50), 90, 100) == 10
+    assert limit_tokens(chat(messages=[]), 10, 100) == 90
+    assert limit_tokens(chat(messages=[], max_completion_tokens=5), 10, 100) == 5
+
+
+def test_answers_are_printable_and_can_be_sent_back() -> None:
+    """The text of an answer tokenises to the same ids; the end token has no text."""
+    assert encode(decode([72, 105])) == [72, 105]
+    assert decode([72, END]) == "H"
+
+
+def test_stop_strings_cut_the_text() -> None:
+    """Also across tokens; what may begin one is held back until it does not."""
+    text = TextOf(("bcd",))
+    assert [text.feed(token, is_last=False) for token in "abcx"] == ["", "", "a", "b"]
+    assert text.feed("bcd", is_last=False) == "cx"
+    assert text.stop_reason == "bcd"
+    whole = TextOf(("zz",))
+    assert whole.feed("a", is_last=False) + whole.feed("z", is_last=True) == "az"
+    assert whole.stop_reason is None

@@ -1,0 +1,126 @@
+"""From a node's configuration to its engine's command line and environment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from splitserve.orchestrator.config import ClusterConfig, node, parse
+from splitserve.orchestrator.engines.command import EngineCommand, engine_command
+from splitserve.orchestrator.engines.vllm.launch_arguments import omp_binding
+
+TEXT = """
+engine: {engine}
+model: {{path: /models/m, served_name: name}}
+prefill:
+  replicas: 2
+  cpus: [[0, 1], [2, 3]]
+  port_base: 9000
+  kv_cache_bytes: 1 GB
+  engine_args: {{tensor_parallel_size: 2, max_model_len: 4096{more}}}
+  env: {{EXTRA: "1"}}
+  transfer: {{transport: tcp, port_base: 9100, lease_s: 7, deadline_s: 60}}
+decode:
+  cpus: [[4]]
+  transfer: {{transport: tcp, port_base: 9200}}
+"""
+
+
+def command_of(name: str, engine: str = "vllm", more: str = "") -> EngineCommand:
+    """The command of the node ``name``."""
+    config: ClusterConfig = parse(TEXT.format(engine=engine, more=more))
+    return engine_command(config, node(config, name), "/models/m", f"{name}-abc")
+
+
+def value(command: EngineCommand, flag: str) -> str:
+    """What follows ``flag``."""
+    return command.argv[command.argv.index(flag) + 1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "mock"])
+def test_flags_that_every_engine_gets(engine: str) -> None:
+    """Model, address, sizes and the connector's settings of the second replica."""
+    command = command_of("prefill-1", engine)
+    assert value(command, "--model") == "/models/m"
+    assert value(command, "--served-model-name") == "name"
+    assert value(command, "--host") == "127.0.0.1"
+    assert value(command, "--port") == "9002"
+    assert value(command, "--block-size") == "128"
+    assert value(command, "--kv-cache-memory-bytes") == "1000000000"
+    assert value(command, "--tensor-parallel-size") == "2"
+    assert value(command, "--max-model-len") == "4096"
+    assert "--max-num-seqs" not in command.argv
+    settings = json.loads(value(command, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert settings == {
+        "transport": "tcp",
+        "control_host": "127.0.0.1",
+        "control_port_base": 9102,
+        "endpoint_port": 9003,
+        "incarnation": "prefill-1-abc",
+        "lease_s": 7,
+        "transfer_deadline_s": 60,
+        "stream_min_bytes": 2**20,
+        "node": "prefill-1",
+        "role": "prefill",
+        "warm_addresses": [],
+        "experimental_cuda": False,
+    }
+
+
+def test_vllm_gets_the_connector() -> None:
+    """Loaded by module path, for both roles; a failed load is recomputed."""
+    command = command_of("prefill-0")
+    config = json.loads(value(command, "--kv-transfer-config"))
+    del config["kv_connector_extra_config"]
+    assert config == {
+        "kv_connector": "SplitserveConnector",
+        "kv_connector_module_path": "splitserve.orchestrator.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "engine_id": "prefill-0-abc",
+    }
+    assert command.argv[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert value(command, "--dtype") == "float32"
+    assert "--enforce-eager" in command.argv
+
+
+def test_the_environment_pins_and_stays_at_home() -> None:
+    """CPUs per rank, no network, loopback everywhere, and the YAML's own variables."""
+    env = command_of("prefill-0").env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert env["GLOO_SOCKET_IFNAME"] == env["UCX_NET_DEVICES"] == "lo"
+    assert env["EXTRA"] == "1"
+
+
+def test_decode_nodes_know_the_prefill_nodes() -> None:
+    """Every rank of every prefill node, to introduce themselves before the first request."""
+    command = command_of("decode-0")
+    settings = json.loads(value(command, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert settings["warm_addresses"] == [f"tcp://127.0.0.1:{port}" for port in range(9100, 9104)]
+
+
+def test_unknown_engine_args_become_flags() -> None:
+    """Text, numbers, booleans, lists and mappings, each as vLLM's command line writes it."""
+    more = ", some_number: 3, yes_flag: true, no_flag: false, items: [a, b], tree: {x: 1}"
+    argv = command_of("prefill-0", more=more).argv
+    tail = argv[argv.index("--some-number") :]
+    assert tail == (
+        "--some-number",
+        "3",
+        "--yes-flag",
+        "--no-no-flag",
+        "--items",
+        "a",
+        "b",
+        "--tree",
+        '{"x": 1}',
+    )
+
+
+def test_cpus_are_split_over_ranks() -> None:
+    """In order, evenly."""
+    assert omp_binding((3,), 1) == "3"
+    assert omp_binding((0, 1, 4, 5), 2) == "0,1|4,5"

@@ -1,0 +1,62 @@
+"""What `up --dry-run` shows: everything but secrets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import yaml
+
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.launch.plan import plan, shown_commands, shown_config, shown_env
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT = """
+engine: mock
+model: {path: m}
+router: {port: 0}
+prefill:
+  cpus: [[0]]
+  kv_cache_bytes: 1 MiB
+  env: {HF_TOKEN: hf_verysecret, PLAIN: seen}
+  transfer: {transport: tcp}
+decode: {kv_cache_bytes: 1 MiB, transfer: {transport: tcp}}
+"""
+
+
+def test_the_shown_configuration_can_be_read_again(tmp_path: Path) -> None:
+    """The resolved YAML is a valid cluster YAML with every port filled in and no secret."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT)
+    prepared = plan(str(path), {})
+    shown = shown_config(prepared.config)
+    assert "hf_verysecret" not in shown
+    again = parse(shown)
+    assert again.prefill.port_base == prepared.config.prefill.port_base > 0
+    assert yaml.safe_load(shown)["prefill"]["env"]["PLAIN"] == "seen"
+
+
+def test_the_shown_commands_hold_no_secret(tmp_path: Path) -> None:
+    """One line per node with its pinning, its variables and its arguments; two runs differ."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT)
+    prepared = plan(str(path), {})
+    commands = shown_commands(prepared)
+    assert list(commands) == ["prefill-0", "decode-0"]
+    assert "taskset -c 0 " in commands["prefill-0"]
+    assert "PLAIN=seen" in commands["prefill-0"]
+    text = "\n".join(commands.values())
+    assert "hf_verysecret" not in text
+    assert prepared.secret.hex() not in text
+    assert plan(str(path), {}).run != prepared.run
+
+
+def test_names_that_tell_are_hidden() -> None:
+    """Any variable that is named like a secret."""
+    env = {"API_KEY": "a", "my_password": "b", "OMP_NUM_THREADS": "2"}
+    assert shown_env(env) == {
+        "API_KEY": "(hidden)",
+        "my_password": "(hidden)",
+        "OMP_NUM_THREADS": "2",
+    }

@@ -1,0 +1,126 @@
+"""What is refused before anything starts, with what to change."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from splitserve.orchestrator.config import ClusterConfig, ConfigError, parse
+from splitserve.orchestrator.launch import preflight as subject
+from splitserve.orchestrator.launch.preflight import findings, preflight
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOCK = """
+engine: mock
+model: {path: m}
+router: {port: 0}
+prefill: &pool {kv_cache_bytes: 1 MiB, transfer: {transport: tcp}}
+decode: *pool
+"""
+
+
+def problems_of(config: ClusterConfig) -> list[str]:
+    """What ``preflight`` refuses."""
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, {})
+    return caught.value.problems
+
+
+def test_a_mock_cluster_passes() -> None:
+    """Every check is reported and none has a problem."""
+    found = list(findings(parse(MOCK), {}))
+    assert {finding.check for finding in found} == {
+        "cpus",
+        "gpus",
+        "memory",
+        "ports",
+        "model",
+        "software",
+        "secrets",
+    }
+    preflight(parse(MOCK), {})
+
+
+def test_a_cpu_that_does_not_exist() -> None:
+    """The node, the CPU and the usable ones are named."""
+    config = parse(
+        MOCK.replace("{kv_cache_bytes", "{cpus: [[4000]], kv_cache_bytes", 1)
+        + "allow_shared_devices: true\n"
+    )
+    problem = problems_of(config)[0]
+    assert problem.startswith("prefill.cpus[0]: this machine has no CPU 4000 for prefill-0")
+    assert str(min(os.sched_getaffinity(0))) in problem
+
+
+def test_a_gpu_that_does_not_exist() -> None:
+    """A GPU number that no machine has."""
+    text = MOCK.replace("{kv_cache_bytes", "{gpus: [[999]], kv_cache_bytes", 1)
+    config = parse(text + "experimental_cuda: true\nallow_shared_devices: true\n")
+    assert "no NVIDIA GPU 999" in problems_of(config)[0]
+
+
+def test_more_memory_than_there_is() -> None:
+    """Both keys and the sums are named."""
+    (problem,) = problems_of(parse(MOCK.replace("1 MiB", "900 TB")))
+    assert problem.startswith(
+        "prefill.kv_cache_bytes and decode.kv_cache_bytes: together 1800000.0 GB"
+    )
+
+
+def test_memory_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit below the machine's memory is what is available."""
+    values = {"memory.max": 5 * 10**6, "memory.current": 4 * 10**6}
+    monkeypatch.setattr(subject, "_number", lambda path: values[path.name])
+    assert subject.available_memory_bytes() == 10**6
+
+
+def test_a_port_in_use() -> None:
+    """The key, the port and, where it can be seen, the process."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (problem,) = problems_of(parse(MOCK.replace("port: 0", f"port: {port}")))
+    assert problem.startswith(
+        f"router.port: port {port} on 127.0.0.1 is in use by process {os.getpid()}"
+    )
+
+
+def test_an_address_of_another_machine() -> None:
+    """A host this machine does not have is named with its key."""
+    text = MOCK.replace("*pool", "{host: 203.0.113.1, port_base: 9000, transfer: {transport: tcp}}")
+    assert "cannot listen on 203.0.113.1" in problems_of(parse(text))[0]
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    """A folder that is not there."""
+    text = MOCK.replace("engine: mock\n", "").replace("path: m", f"path: {tmp_path}/none")
+    text = text.replace(
+        "prefill: &pool {", "allow_shared_devices: true\nprefill: &pool {cpus: [[0]], "
+    )
+    assert f"model.path: there is no model folder {tmp_path}/none" in problems_of(parse(text))
+
+
+def test_a_missing_secret(tmp_path: Path) -> None:
+    """A secret file that is not there, and an API key that is not set."""
+    security = (
+        f"security: {{secret_file: {tmp_path}/no, api_keys: [{{tenant: a, key_env: UNSET}}]}}\n"
+    )
+    problems = problems_of(parse(MOCK + security))
+    assert [problem.split(":")[0] for problem in problems] == [
+        "security.secret_file",
+        "security.api_keys[0].key_env",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([1, 3, 4], "1,3-4")]
+)
+def test_numbers_are_shown_as_ranges(numbers: list[int], expected: str) -> None:
+    """As `taskset` and `lscpu` write them."""
+    assert subject._listed(numbers) == expected
