@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -386,4 +385,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(parse())))
+    options.run(main(parse()))

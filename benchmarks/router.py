@@ -206,8 +206,7 @@ async def serve_agents(router_port: int, prefill_port: int, decode_port: int) ->
 
 @dataclass
 class Target:
-    """Something that answers requests, and the process whose CPU time is counted (none for direct).
-    """
+    """Something that answers requests; the process whose CPU time is counted, if any."""
 
     name: str
     port: int
@@ -411,7 +410,7 @@ def wait_for(port: int, path: str, process: subprocess.Popen[bytes], log: Path) 
                     return
         except (OSError, urllib.error.URLError):
             time.sleep(0.1)
-    raise RuntimeError(f"{shlex.join(map(str, process.args))}: not up\n{log.read_text()[-2000:]}")
+    raise RuntimeError(f"port {port} does not answer {path}:\n{log.read_text()[-2000:]}")
 
 
 def peer_command() -> str:
@@ -423,7 +422,7 @@ def peer_command() -> str:
     return found
 
 
-def start_all(stack: ExitStack, folder: Path) -> tuple[list[Target], list[str]]:
+def start_all(stack: ExitStack, folder: Path, prefill_ahead: int) -> tuple[list[Target], list[str]]:
     """Engines, routers and agents, all answering; and the peer's command line."""
     from splitserve.orchestrator.config import ClusterConfig, dump_resolved
 
@@ -437,7 +436,7 @@ def start_all(stack: ExitStack, folder: Path) -> tuple[list[Target], list[str]]:
         {
             "engine": "mock",
             "model": {"path": MODEL},
-            "router": {"port": our_port, "prefill_ahead_requests": 64},
+            "router": {"port": our_port, "prefill_ahead_requests": prefill_ahead},
             "security": {"api_keys": [{"tenant": "bench", "key_env": "BENCH_KEY"}]},
         }
     )
@@ -470,11 +469,11 @@ def start_all(stack: ExitStack, folder: Path) -> tuple[list[Target], list[str]]:
     return targets, peer_argv
 
 
-def measure(rounds: int, seconds: float, only: str) -> dict[str, Any]:
+def measure(rounds: int, seconds: float, only: str, prefill_ahead: int) -> dict[str, Any]:
     """The whole benchmark."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        targets, peer_argv = start_all(stack, folder)
+        targets, peer_argv = start_all(stack, folder, prefill_ahead)
         check(targets)
         print("answers through both routers equal the engine's own in every row")
         results = []
@@ -499,6 +498,7 @@ def measure(rounds: int, seconds: float, only: str) -> dict[str, Any]:
         "peer_command": shlex.join(["vllm-router", *peer_argv[1:]]),
         "rounds": rounds,
         "seconds_per_turn": seconds,
+        "prefill_ahead_requests": prefill_ahead,
         "cpus": os.cpu_count(),
         "worst_throughput_ratio": worst_throughput,
         "worst_added_p50_ratio": worst_latency,
@@ -528,6 +528,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--prefill-ahead", type=int, default=64, help="prefill_ahead_requests")
     parser.add_argument("--output", type=Path, help="file for the results (JSON)")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--agents", help=argparse.SUPPRESS)
@@ -537,7 +538,9 @@ def main() -> None:
     elif arguments.agents:
         uvloop.run(serve_agents(*map(int, arguments.agents.split(","))))
     else:
-        results = measure(arguments.rounds, arguments.seconds, arguments.only)
+        results = measure(
+            arguments.rounds, arguments.seconds, arguments.only, arguments.prefill_ahead
+        )
         if arguments.output:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import select
 import subprocess
 import sys
@@ -253,8 +254,9 @@ def sections(results: dict[str, Any]) -> list[str]:
         for row in results["batches"]
     ]
     return [
-        "Median [lowest to highest] over the rounds. Ratio: to the faster plain copy of the same "
-        "round.",
+        f"{results['rounds']} rounds, median [lowest to highest]. "
+        "Ratio: to the faster plain copy of the same round. "
+        f"Other work: load average {results['load_before']:.1f} before the run.",
         "## Bandwidth into scattered pages\n\n"
         + report.table(["page", "who", "GiB/s", "of a plain copy"], speeds),
         "## Latency of one write of 192 KiB (microseconds)\n\n"
@@ -288,6 +290,7 @@ def main() -> None:
     writer_core, receiver_core = (int(core) for core in chosen.cores.split(","))
     size = chosen.megabytes * MIB
     samples = Samples()
+    load_before = os.getloadavg()[0]
     started = time.monotonic()
     names = chosen.transports.split(",")
     for number in range(chosen.rounds):
@@ -300,7 +303,12 @@ def main() -> None:
         finally:
             for pair in pairs.values():
                 pair.end()
-    results = {"rounds": chosen.rounds, "bytes_per_measurement": size, **summary(samples)}
+    results = {
+        "rounds": chosen.rounds,
+        "bytes_per_measurement": size,
+        "load_before": load_before,
+        **summary(samples),
+    }
     tables = sections(results)
     print("\n\n".join(tables))
     path = report.write(chosen.name, "Transports", results, tables)

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 def own_identity() -> ProcessIdentity:
     """This process."""
+    return identity_of(os.getpid())
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    """A process of this host and pid namespace. Raises ``ProcessLookupError`` when it is gone."""
     return ProcessIdentity(
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
-        pid=os.getpid(),
-        start_ticks=_start_ticks(os.getpid()),
+        pid=pid,
+        start_ticks=_start_ticks(pid),
     )
 
 

@@ -177,6 +177,7 @@ class SendBook:
             if offer is None:
                 self._remember_end(transfer_id, reason)
             return [fence]
+        session.cancelled[peer] = max(attempt, session.cancelled.get(peer, attempt))
         sink = session.sinks.get(peer)
         if sink is None or sink.grant.attempt != attempt:
             session.abandoned = session.abandoned or sink is None
@@ -318,10 +319,15 @@ class SendBook:
         grant = offer.grant
         known = session.sinks.get(peer)
         effects: list[SendEffect] = []
+        if known is not None and grant.attempt == known.grant.attempt:
+            is_over = known.state is SinkState.ENDED
+            return [_fenced(peer, grant, "this attempt has ended")] if is_over else []
+        newest = max(
+            known.grant.attempt if known else grant.attempt, session.cancelled.get(peer, 0)
+        )
+        if grant.attempt < newest or session.cancelled.get(peer) == grant.attempt:
+            return [_fenced(peer, grant, "this attempt has ended")]
         if known is not None:
-            if grant.attempt <= known.grant.attempt:
-                is_old = grant.attempt < known.grant.attempt or known.state is SinkState.ENDED
-                return [_fenced(peer, grant, "this attempt has ended")] if is_old else []
             effects += self._fence(session, known, "a newer attempt was granted")
             if known.state is SinkState.FENCING:
                 return [*effects, *self._keep(peer, offer)]

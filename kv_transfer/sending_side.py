@@ -264,9 +264,9 @@ class SendingSide:
             return
         downstream.is_ending = True
         logger.info("lost decode rank %s: %s", peer, reason)
+        self._apply(self.book.peer_lost(peer, reason))
         self._transport.disconnect(peer)
         self.transport_events(self._transport.poll())
-        self._apply(self.book.peer_lost(peer, reason))
         self._send(downstream.identity, messages.TurnedAway(reason=f"given up: {reason}"))
         del self._peers[peer]
         self._peer_of_identity.pop(downstream.identity, None)

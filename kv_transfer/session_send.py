@@ -88,6 +88,8 @@ class SendSession:
     final: list[int]
     """Per layer, the first prompt block that is not final yet."""
     sinks: dict[str, Sink] = field(default_factory=dict)
+    cancelled: dict[str, int] = field(default_factory=dict)
+    """Per peer, the newest attempt that it has cancelled."""
     sinks_expected: int | None = None
     closed: str | None = None
     """``complete`` or ``aborted`` once the engine is done with the request."""

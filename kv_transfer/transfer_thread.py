@@ -272,6 +272,7 @@ class TransferThread:
         sending.transport_events(transport.poll())
         sending.tick(now)
         receiving.tick(now)
+        sending.post_due()  # A fence may have made room for a newer grant.
         self._publish(sending, receiving)
 
     def _carry_out(self, sending: SendingSide, receiving: ReceivingSide) -> None:

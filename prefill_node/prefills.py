@@ -45,6 +45,8 @@ class Prefills:
         self._progress: list[SendProgress] = []
         self._closes: list[CloseSend] = []
         self._preempted: list[str] = []
+        self._filling: set[int] = set()
+        """Blocks that some request computes into in the coming step."""
         self.leased_blocks = 0
         """Blocks of finished requests that are held for a peer; may be read from any thread."""
 

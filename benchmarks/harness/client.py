@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REQUEST_DEADLINE_S = 300.0
 
@@ -45,7 +49,7 @@ class Streamed:
     @property
     def gaps(self) -> list[float]:
         """Seconds between one token and the next."""
-        return [b - a for a, b in zip(self.events, self.events[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.events)]
 
     @property
     def mean_itl(self) -> float:
@@ -82,8 +86,12 @@ async def stream_completion(
     url: str,
     body: dict[str, Any],
     headers: dict[str, str] | None = None,
+    on_token: Callable[[float], None] | None = None,
 ) -> Streamed:
-    """Send ``body`` as a streaming completion. Raises ``RequestFailedError``."""
+    """Send ``body`` as a streaming completion; ``on_token`` gets each arrival as it happens.
+
+    Raises ``RequestFailedError``.
+    """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     events: list[float] = []
     text: list[str] = []
@@ -104,6 +112,8 @@ async def stream_completion(
                 )
             if event.get("choices"):
                 events.append(now)
+                if on_token:
+                    on_token(now)
                 text.append(event["choices"][0]["text"])
                 ids.extend(event["choices"][0].get("token_ids") or ())
             usage = event.get("usage") or usage
@@ -120,7 +130,7 @@ async def complete(
     body: dict[str, Any],
     headers: dict[str, str] | None = None,
 ) -> Answered:
-    """Send ``body`` as a completion that is answered in one piece. Raises ``RequestFailedError``."""
+    """Send ``body`` as a completion answered in one piece. Raises ``RequestFailedError``."""
     sent = time.monotonic()
     async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         data = await response.read()

@@ -206,7 +206,8 @@ async def wait_ready(engines: Sequence[Engine], deadline_s: float = READY_DEADLI
             if time.monotonic() - begun > deadline_s:
                 silent = waiting[0]
                 raise EngineStartError(
-                    f"{silent.spec.name} not ready in {deadline_s:.0f} s:\n{silent.last_log_lines()}"
+                    f"{silent.spec.name} not ready in {deadline_s:.0f} s:\n"
+                    f"{silent.last_log_lines()}"
                 )
             await asyncio.sleep(0.25)
 
@@ -239,8 +240,9 @@ class EnginePark(contextlib.AbstractContextManager["EnginePark"]):
         available = psutil.virtual_memory().available
         if available < needed:
             raise EngineStartError(
-                f"{len(specs)} engines need about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
-                f"free beside {len(self.engines)} running ones: compare fewer systems at a time"
+                f"{len(specs)} engines need about {needed / 1e9:.1f} GB, "
+                f"{available / 1e9:.1f} GB are free beside {len(self.engines)} running ones: "
+                "compare fewer systems at a time"
             )
         started = []
         for spec in specs:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import signal
+import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Never
 
 from harness.engine import EngineFlags
 from harness.systems import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 
 def parser(description: str, rounds: int) -> argparse.ArgumentParser:
@@ -79,3 +86,18 @@ def numbers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """``"plain,pull"`` as names."""
     return [part for part in text.split(",") if part]
+
+
+def run(main: Coroutine[object, object, int]) -> Never:
+    """Run a benchmark and exit with its status; SIGTERM ends it as Ctrl-C does, engines stopped."""
+
+    async def guarded() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main
+
+    try:
+        sys.exit(asyncio.run(guarded()))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)

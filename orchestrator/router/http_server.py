@@ -2,11 +2,11 @@
 answers as calls.
 
 A request is handed to its route when its body is complete; the route answers through the
-``Responder`` methods, at once or later, and is called back when the client leaves. Between the
+connection's methods, at once or later, and is called back when the client leaves. Between the
 engine's socket and the client's there is neither a task nor a future, which is why this is not
-aiohttp's server: measured, that cost 40 to 70 microseconds per request where this costs 10 to 15,
-in a router whose whole budget is about 150. The parser is llhttp (through httptools), which is
-strict about message framing. WebSocket connections are handed to aiohttp.
+aiohttp's server: that took about a third of the router's CPU time per request (docs/decisions.md).
+The parser is llhttp (through httptools), which is strict about message framing. WebSocket
+connections are handed to aiohttp.
 
 Bounds: head and body bytes, requests that wait in one connection behind the one being answered,
 connections, and the time that a connection may be idle or stuck in the middle of a request.
@@ -166,15 +166,15 @@ class HttpConnection(asyncio.Protocol):
         self._active_at = self._loop.time()
         self._is_closing = False
         self._is_discarding = False
+        self._head_bytes = 0
+        self._is_head_complete = False
         self._begin_request()
 
     def _begin_request(self) -> None:
         self._url = b""
         self._headers: RawHeaders = []
         self._body: list[bytes] = []
-        self._head_bytes = 0
         self._body_bytes = 0
-        self._is_head_complete = False
 
     # The answer
 
@@ -270,12 +270,13 @@ class HttpConnection(asyncio.Protocol):
         self._server.route(request, self)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no complete request, and read nothing more."""
-        if self._current is not None:
-            self.abort()
+        """Read nothing more; answer the error, or only the complete requests before it."""
+        self._is_discarding = True
+        last = self._waiting[-1] if self._waiting else self._current
+        if last is not None:
+            last.keep_alive = False
             return
         self._current = HttpRequest("", "", [], b"", keep_alive=False, allows_chunks=True)
-        self._is_discarding = True
         self.answer(error.status, [(b"content-type", b"application/json")], error.body())
 
     # asyncio.Protocol
@@ -368,13 +369,17 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._is_head_complete = True
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
+            raise ApiError(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
         limit = self._server.max_body_bytes
+        is_waiting_for_us = False
         for name, value in self._headers:
             if name == b"content-length" and int(value) > limit:
                 raise self._body_too_large(limit)
             if name == b"expect" and value.lower() == b"100-continue":
-                assert self._transport is not None
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                is_waiting_for_us = True
+        if is_waiting_for_us and self._current is None and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)

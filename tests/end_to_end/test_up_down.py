@@ -135,6 +135,7 @@ def test_a_killed_guard_takes_its_engine_along(up: UpProcess) -> None:
     old = {child.pid for guard in guards for child in psutil.Process(guard).children(True)}
     kill(guards)
     _wait_for_new_life(up, "prefill-0", before)
+    wait_for(lambda: up.node("decode-0")["phase"] == "ready", 40, "the other node", up.story)
     assert not old & {process.pid for process in up.processes()}
 
 
@@ -143,6 +144,7 @@ def test_a_killed_engine_comes_back(up: UpProcess) -> None:
     before = up.node("decode-0")["incarnation"]
     kill(up.pids(ENGINE))
     _wait_for_new_life(up, "decode-0", before)
+    wait_for(lambda: up.node("prefill-0")["phase"] == "ready", 40, "the other node", up.story)
     assert up.node("decode-0")["restarts"] >= 1
 
 

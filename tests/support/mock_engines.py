@@ -54,24 +54,103 @@ class EngineOptions:
     env: dict[str, str] = field(default_factory=dict)
 
 
-class MockProcess:
-    """One mock engine. ``name`` appears in its log's file name."""
+class EngineHandle:
+    """A running mock engine: asked over HTTP, and through the endpoint that its agent uses."""
+
+    def __init__(self, name: str, url: str, endpoint: str, secret: bytes, api_key: str) -> None:
+        self.name = name
+        self.url = url
+        self.idle_blocks = 0
+        self._endpoint_address = endpoint
+        self._secret = secret
+        self._api_key = api_key
+        self._endpoint: EngineEndpointClient | None = None
+
+    @property
+    def endpoint(self) -> EngineEndpointClient:
+        """The agent's way in."""
+        if self._endpoint is None:
+            self._endpoint = EngineEndpointClient(self._endpoint_address, self._secret)
+        return self._endpoint
+
+    async def note_idle(self) -> None:
+        """It is idle now: so many blocks are free then."""
+        self.idle_blocks = (await self.status()).free_blocks
+
+    async def status(self) -> EngineStatus:
+        """What the connector says now."""
+        return await self.endpoint.status()
+
+    async def until(
+        self, condition: Callable[[EngineStatus], bool], what: str, limit_s: float = DEADLINE_S
+    ) -> EngineStatus:
+        """The first status for which ``condition`` holds."""
+        end = time.monotonic() + limit_s
+        while not condition(status := await self.status()):
+            assert time.monotonic() < end, f"{self.name}: no {what}: {status}\n{self.story()}"
+            await asyncio.sleep(POLL_S)
+        return status
+
+    async def until_idle(self) -> EngineStatus:
+        """Nothing runs, waits, is open or held, and every block is free."""
+        return await self.until(
+            lambda s: (
+                (s.running, s.waiting, s.open_transfers, s.leased_blocks, s.free_blocks)
+                == (0, 0, 0, 0, self.idle_blocks)
+            ),
+            "return to idle",
+        )
+
+    async def faults(self, **faults: Any) -> None:
+        """Set what goes wrong; without arguments everything is well again."""
+        async with (
+            self._session() as session,
+            session.put(f"{self.url}/mock/faults", json=faults) as response,
+        ):
+            assert response.status == 200, await response.text()
+
+    async def ask(
+        self, body: dict[str, Any], *, path: str = "/v1/completions"
+    ) -> tuple[int, dict[str, Any]]:
+        """(status, JSON) of one request; cancelling it closes the connection."""
+        async with (
+            self._session() as session,
+            session.post(f"{self.url}{path}", json=body) as response,
+        ):
+            return response.status, await response.json()
+
+    def story(self) -> str:
+        """What is known of it, for a failed test."""
+        return self.url
+
+    def close(self) -> None:
+        """Close the connection to the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._api_key}"},
+            timeout=aiohttp.ClientTimeout(total=3 * DEADLINE_S),
+        )
+
+
+class MockProcess(EngineHandle):
+    """A mock engine that the test starts. ``name`` appears in its log's file name."""
 
     def __init__(self, name: str, options: EngineOptions, folder: Path) -> None:
-        self.name = name
         self.options = options
         self.incarnation = f"{name}-{secrets.token_hex(4)}"
         first = _free_ports(2 + options.tensor_parallel)
         self.port, self.endpoint_port, self.control_port = first, first + 1, first + 2
-        self.url = f"http://127.0.0.1:{self.port}"
         self.control_addresses = tuple(
-            f"tcp://127.0.0.1:{self.control_port + rank}"
-            for rank in range(options.tensor_parallel)
+            f"tcp://127.0.0.1:{self.control_port + rank}" for rank in range(options.tensor_parallel)
         )
         self.log_path = folder / f"{self.incarnation}.log"
-        self.idle_blocks = 0
-        self.endpoint: EngineEndpointClient | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        endpoint = f"tcp://127.0.0.1:{self.endpoint_port}"
+        super().__init__(name, f"http://127.0.0.1:{self.port}", endpoint, SECRET, API_KEY)
 
     def start(self) -> None:
         """The process runs; ``wait_until_ready`` says when it serves."""
@@ -117,47 +196,8 @@ class MockProcess:
                             break
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(POLL_S)
-        address = f"tcp://127.0.0.1:{self.endpoint_port}"
-        self.endpoint = EngineEndpointClient(address, SECRET)
         assert (await self.endpoint.describe()).incarnation == self.incarnation
-        self.idle_blocks = (await self.status()).free_blocks
-
-    async def status(self) -> EngineStatus:
-        """What the connector says now."""
-        assert self.endpoint is not None
-        return await self.endpoint.status()
-
-    async def until(
-        self, condition: Callable[[EngineStatus], bool], what: str, limit_s: float = DEADLINE_S
-    ) -> EngineStatus:
-        """The first status for which ``condition`` holds."""
-        end = time.monotonic() + limit_s
-        while not condition(status := await self.status()):
-            assert time.monotonic() < end, f"{self.name}: no {what}: {status}\n{self.story()}"
-            await asyncio.sleep(POLL_S)
-        return status
-
-    async def until_idle(self) -> EngineStatus:
-        """Nothing runs, waits, is open or held, and every block is free."""
-        return await self.until(
-            lambda s: (s.running, s.waiting, s.open_transfers, s.leased_blocks, s.free_blocks)
-            == (0, 0, 0, 0, self.idle_blocks),
-            "return to idle",
-        )
-
-    async def faults(self, **faults: Any) -> None:
-        """Set what goes wrong; without arguments everything is well again."""
-        async with _session() as session, session.put(
-            f"{self.url}/mock/faults", json=faults
-        ) as response:
-            assert response.status == 200, await response.text()
-
-    async def ask(
-        self, body: dict[str, Any], *, path: str = "/v1/completions"
-    ) -> tuple[int, dict[str, Any]]:
-        """(status, JSON) of one request; cancelling it closes the connection."""
-        async with _session() as session, session.post(f"{self.url}{path}", json=body) as response:
-            return response.status, await response.json()
+        await self.note_idle()
 
     def signal(self, number: signal.Signals) -> None:
         """To the engine's process."""
@@ -170,14 +210,18 @@ class MockProcess:
         self.process.kill()
         self.process.wait(10)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs (or is stopped)."""
+        return self.process is not None and self.process.poll() is None
+
     def story(self) -> str:
         """The end of its log."""
         return f"--- {self.log_path.name}\n{self.log_path.read_text(errors='replace')[-4000:]}"
 
     def close(self) -> None:
         """Nothing of it is left."""
-        if self.endpoint is not None:
-            self.endpoint.close()
+        super().close()
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
@@ -252,13 +296,6 @@ def pair_of(
     return Pair(
         MockProcess("prefill", prefill or EngineOptions("prefill"), folder),
         MockProcess("decode", decode or EngineOptions("decode"), folder),
-    )
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {API_KEY}"},
-        timeout=aiohttp.ClientTimeout(total=3 * DEADLINE_S),
     )
 
 

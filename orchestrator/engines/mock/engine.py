@@ -93,6 +93,7 @@ class MockEngine:
         self._arrivals: deque[Request] = deque()
         self._aborts: deque[Request] = deque()
         self._wake = asyncio.Event()
+        faults.on_change = self._wake.set
 
     def submit(self, request: Request, answers: Answers, index: int = 0) -> None:
         """The answer's tokens will come into ``answers``. Raises ``EngineDeadError``."""
@@ -112,8 +113,11 @@ class MockEngine:
         """Serve until cancelled. Raises what made the engine fail, after every client was told."""
         try:
             while True:
-                await self._faults.begin_step(self._longest_answer_tokens())
                 self._take_in()
+                while self._faults.holds_step(self._longest_answer_tokens()):
+                    self._wake.clear()
+                    await self._wake.wait()
+                    self._take_in()
                 plan = self.scheduler.schedule()
                 await self._step(plan)
                 await self._rest(plan)

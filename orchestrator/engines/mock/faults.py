@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAULTS_ENV = "SPLITSERVE_MOCK_FAULTS"
 """JSON of the faults to start with."""
@@ -23,7 +27,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hold_requests: bool = False
     """Requests wait before they reach the scheduler."""
     hold_steps: bool = False
-    """The engine takes no step."""
+    """The engine takes no step, but requests still come in and are aborted."""
     hold_at_layer: int | None = None
     """A step stops before it computes this layer."""
     die_at_layer: int | None = None
@@ -39,6 +43,8 @@ class FaultBox:
 
     def __init__(self, faults: Faults) -> None:
         self.now = faults
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the faults are replaced; set by the engine."""
         self._changed = asyncio.Event()
 
     def set(self, faults: Faults) -> None:
@@ -46,6 +52,7 @@ class FaultBox:
         self.now = faults
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()
 
     def take_refusal(self) -> bool:
         """Whether this request is to be refused."""
@@ -66,13 +73,10 @@ class FaultBox:
         while self.now.hold_at_layer == layer:
             await self._changed.wait()
 
-    async def begin_step(self, longest_answer_tokens: int) -> None:
-        """Returns when a step may begin."""
-        while self.now.hold_steps or (
-            self.now.hold_after_tokens is not None
-            and longest_answer_tokens >= self.now.hold_after_tokens
-        ):
-            await self._changed.wait()
+    def holds_step(self, longest_answer_tokens: int) -> bool:
+        """Whether no step may begin now."""
+        limit = self.now.hold_after_tokens
+        return self.now.hold_steps or (limit is not None and longest_answer_tokens >= limit)
 
 
 def initial_faults() -> Faults:

@@ -21,7 +21,6 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from splitserve.orchestrator.engines.command import API_KEY_ENV
 from splitserve.orchestrator.engines.mock.api import MockApi
 from splitserve.orchestrator.engines.mock.connector import Connector, NoConnector
 from splitserve.orchestrator.engines.mock.engine import Delays, MockEngine
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("splitserve.mock")
 
 STOP_DEADLINE_S = 2.0
+API_KEY_ENV = "VLLM_API_KEY"
+"""vLLM's own variable."""
 
 
 @dataclass(frozen=True)

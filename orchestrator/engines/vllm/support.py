@@ -24,8 +24,8 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedEngineError(
-            f"the model has {len(groups)} KV cache groups (hybrid or sliding-window attention); only "
-            "models with one kind of full attention can be split"
+            f"the model has {len(groups)} KV cache groups (hybrid or sliding-window attention); "
+            "only models with one kind of full attention can be split"
         )
     if kv_cache_config.has_mamba_layers:
         raise UnsupportedEngineError("models with Mamba layers cannot be split")

@@ -1,0 +1,251 @@
+"""A whole cluster of mock engines, as `splitserve up` starts it: what an OpenAI client sees while engines die and clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+from support.mock_engines import DEADLINE_S, POLL_S, EngineHandle
+from support.up_process import UpProcess, kill, wait_for
+
+from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.orchestrator.engines.command import API_KEY_ENV
+from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, reference_answer
+from splitserve.orchestrator.engines.mock.tokenizer import decode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CLUSTER = """
+name: mock-test
+engine: mock
+model: {path: mock}
+router: {port: 0}
+prefill: &pool
+  kv_cache_bytes: 4 MiB
+  engine_args: {block_size: 32, max_model_len: 1024, enable_faults: true}
+  transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 3}
+decode: *pool
+supervision: {restart_delay_s: 0.1, drain_timeout_s: 2, stop_timeout_s: 3}
+"""
+TOKENS = 12
+
+
+@dataclass
+class Cluster:
+    """The cluster and its client. Engines are looked up anew, since they may be restarted."""
+
+    up: UpProcess
+    client: openai.AsyncOpenAI
+
+    async def engine(self, node: str) -> EngineHandle:
+        """The engine of a node that is ready, and idle."""
+        await asyncio.to_thread(
+            wait_for, lambda: self.up.node(node).get("phase") == "ready", 40, node, self.up.story
+        )
+        for process in self.up.processes():
+            line = process.cmdline()
+            if "splitserve.orchestrator.engines.mock.server" in line and ".guard" not in str(line):
+                config = json.loads(line[line.index("--kv-transfer-config") + 1])
+                settings = config["kv_connector_extra_config"]
+                if settings["node"] == node:
+                    return await self._handle(process, line, settings)
+        raise AssertionError(f"no engine of {node}\n{self.up.story()}")
+
+    async def _handle(
+        self, process: psutil.Process, line: list[str], settings: dict[str, Any]
+    ) -> EngineHandle:
+        environ = process.environ()
+        engine = EngineHandle(
+            settings["node"],
+            f"http://127.0.0.1:{line[line.index('--port') + 1]}",
+            f"tcp://127.0.0.1:{settings['endpoint_port']}",
+            bytes.fromhex(environ[SECRET_ENV]),
+            environ[API_KEY_ENV],
+        )
+        engine.idle_blocks = (await engine.status()).total_blocks - 1
+        return engine
+
+    def kill_engine(self, node: str) -> None:
+        """SIGKILL to the engine's process."""
+        kill(pid for pid in self.up.pids("engines.mock.server") if self._is_of(pid, node))
+
+    @staticmethod
+    def _is_of(pid: int, node: str) -> bool:
+        line = " ".join(psutil.Process(pid).cmdline())
+        return f'"node": "{node}"' in line and ".guard" not in line
+
+    async def text(self, prompt: list[int], tokens: int = TOKENS) -> str:
+        """The router's answer."""
+        answer = await self.client.completions.create(
+            model="mock", prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0].text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One prefill and one decode node behind a router."""
+    folder = tmp_path_factory.mktemp("cluster")
+    config = folder / "cluster.yaml"
+    config.write_text(CLUSTER)
+    up = UpProcess(config, folder)
+    try:
+        await asyncio.to_thread(up.wait_until_serving)
+        status = await asyncio.to_thread(up.status)
+        assert status is not None
+        client = openai.AsyncOpenAI(base_url=status["url"], api_key="none", max_retries=0)
+        async with client:
+            yield Cluster(up, client)
+    finally:
+        await asyncio.to_thread(up.close)
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    """A prompt that shares no block with one of another ``start``."""
+    return [(start * 17 + n * 31 + n // 7) % 256 for n in range(length)]
+
+
+def alone(prompt: list[int], tokens: int = TOKENS) -> str:
+    """What one engine answers."""
+    return decode(reference_answer(MockModel(KvShape()), prompt, tokens))
+
+
+async def test_answers_are_those_of_one_engine(cluster: Cluster) -> None:
+    """Completions and chats, streamed and not; every prompt was received, and D computed one token of each."""
+    engine = await cluster.engine("decode-0")
+    before = (await engine.status()).counters
+    for length in (31, 32, 33, 200):
+        prompt = prompt_of(length, start=length)
+        assert await cluster.text(prompt) == alone(prompt)
+    messages: Any = [{"role": "user", "content": "Tell me of the sea."}]
+    rendered = list(b"<user>Tell me of the sea.\n<assistant>")
+    chat = await cluster.client.chat.completions.create(
+        model="mock", messages=messages, max_tokens=TOKENS, extra_body={"ignore_eos": True}
+    )
+    assert chat.choices[0].message.content == alone(rendered)
+    stream = await cluster.client.chat.completions.create(
+        model="mock",
+        messages=messages,
+        max_tokens=TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == alone(rendered)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == TOKENS
+    after = (await engine.until_idle()).counters
+    assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] <= 6 + 5
+    assert after["received_transfers"] - before.get("received_transfers", 0) >= 5
+    engine.close()
+
+
+async def test_many_clients(cluster: Cluster) -> None:
+    """32 at once, more than a prefill node takes: they wait in the router, and each gets its own answer."""
+    prompts = [prompt_of(20 + 9 * n, start=1000 + n) for n in range(32)]
+    answers = await asyncio.gather(*map(cluster.text, prompts))
+    assert answers == [alone(prompt) for prompt in prompts]
+
+
+async def test_engines_refusals_reach_the_client(cluster: Cluster) -> None:
+    """Too long prompts and unknown models: the engine's own status and words; nothing stays behind."""
+    prefill, engine = await cluster.engine("prefill-0"), await cluster.engine("decode-0")
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
+        await cluster.text(prompt_of(1100, start=2000))
+    with pytest.raises(openai.NotFoundError):
+        await cluster.client.completions.create(model="other", prompt="x")
+    for handle in (prefill, engine):
+        await handle.until_idle()
+        handle.close()
+
+
+@pytest.mark.parametrize("place", ["prefill", "answer"])
+async def test_a_client_that_leaves(cluster: Cluster, place: str) -> None:
+    """While P computes, and in the middle of the answer: both engines are idle again."""
+    prefill, engine = await cluster.engine("prefill-0"), await cluster.engine("decode-0")
+    held, faults = {
+        "prefill": (prefill, {"hold_at_layer": 1}),
+        "answer": (engine, {"hold_after_tokens": 3}),
+    }[place]
+    await held.faults(**faults)
+    asking = asyncio.create_task(cluster.text(prompt_of(150, start=3000 + len(place))))
+    if place == "prefill":
+        await engine.until(lambda s: s.open_transfers == 1, "reservation")
+        await prefill.until(lambda s: s.running == 1, "prefill")
+    else:
+        await engine.until(lambda s: s.running == 1, "answer")
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await engine.until(lambda s: s.running + s.waiting == 0, "abort") if place == "prefill" else None
+    await held.faults()
+    for handle in (prefill, engine):
+        await handle.until_idle()
+        handle.close()
+
+
+async def test_a_killed_prefill_engine(cluster: Cluster) -> None:
+    """SIGKILL in the middle of a prefill: the client gets the right answer all the same, and the next one a split one."""
+    prefill = await cluster.engine("prefill-0")
+    engine = await cluster.engine("decode-0")
+    await prefill.faults(hold_at_layer=2)
+    prompt = prompt_of(150, start=4000)
+    asking = asyncio.create_task(cluster.text(prompt))
+    await engine.until(lambda s: s.open_transfers == 1, "reservation")
+    await prefill.until(lambda s: s.running == 1, "prefill")
+    cluster.kill_engine("prefill-0")
+    async with asyncio.timeout(20):
+        assert await asking == alone(prompt)
+    await engine.until_idle()
+    prefill.close()
+    prefill = await cluster.engine("prefill-0")
+    await _until_split(cluster, engine)
+    prefill.close()
+    engine.close()
+
+
+async def test_a_killed_decode_engine(cluster: Cluster) -> None:
+    """SIGKILL before the first token: an error status within the deadline, P's blocks come back, and D serves again."""
+    prefill, engine = await cluster.engine("prefill-0"), await cluster.engine("decode-0")
+    await prefill.faults(hold_at_layer=2)
+    asking = asyncio.create_task(cluster.text(prompt_of(150, start=5000)))
+    await engine.until(lambda s: s.open_transfers == 1, "reservation")
+    await prefill.until(lambda s: s.running == 1, "prefill")
+    cluster.kill_engine("decode-0")
+    async with asyncio.timeout(20):
+        with pytest.raises(openai.InternalServerError, match="decode node"):
+            await asking
+    await prefill.faults()
+    await prefill.until_idle()
+    engine.close()
+    engine = await cluster.engine("decode-0")
+    await _until_split(cluster, engine)
+    prefill.close()
+    engine.close()
+
+
+async def _until_split(cluster: Cluster, engine: EngineHandle) -> None:
+    """Answers are right, and soon they are split again."""
+    end = time.monotonic() + DEADLINE_S
+    number = 0
+    received = (await engine.status()).counters.get("received_transfers", 0)
+    while (await engine.status()).counters.get("received_transfers", 0) == received:
+        assert time.monotonic() < end, f"nothing is split\n{cluster.up.story()}"
+        number += 1
+        prompt = prompt_of(70, start=6000 + number)
+        try:
+            assert await cluster.text(prompt) == alone(prompt)
+        except openai.InternalServerError:
+            await asyncio.sleep(POLL_S)  # the router has not heard of the new engine yet

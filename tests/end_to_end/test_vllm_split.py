@@ -1,0 +1,208 @@
+"""The quickstart's shape with the real model on two real vLLM engines, started by `splitserve up`.
+
+One cluster is shared by all tests of this file. A plain engine's answer is had from the prefill
+engine itself, asked without a transfer and with an empty prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import psutil
+import pytest
+from support.split_client import Split, start_split, stop_split
+from support.up_process import wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK = 128
+LAYERS = 30
+START_LIMIT_S = 400.0
+CLUSTER = """
+name: vllm-split
+model: {{path: MODEL, served_name: m}}
+router: {{port: 0}}
+prefill: &pool
+  cpus: [[0]]
+  kv_cache_bytes: 1 GB
+  env: {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {log}}}
+  engine_args: {{dtype: float32, block_size: 128, max_model_len: 2048, enforce_eager: true,
+    max_num_batched_tokens: 512}}
+  transfer: {{transport: nixl, lease_s: 15}}
+decode:
+  <<: *pool
+  cpus: [[1]]
+"""
+
+
+@pytest.fixture(scope="module")
+def split(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    """One prefill and one decode engine behind a router."""
+    folder = tmp_path_factory.mktemp("vllm")
+    split = start_split(CLUSTER.replace("MODEL", str(real_model)), folder, START_LIMIT_S)
+    yield split
+    stop_split(split)
+
+
+def prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    """Random token ids, different in every prompt."""
+    draw = random.Random(seed)
+    return [[draw.randrange(100, 40_000) for _ in range(length)] for length in lengths]
+
+
+async def test_every_socket_listens_on_loopback(split: Split) -> None:
+    """Router, agents and engines, with all their helpers, listen on loopback addresses only."""
+    listening = set()
+    for process in split.up.processes():
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                listening.add(connection.laddr.ip)
+    assert listening
+    assert listening <= {"127.0.0.1", "::1"}
+
+
+async def test_text_equals_one_engine(split: Split) -> None:
+    """Greedy tokens equal the plain engine's for lengths around block multiples, alone and eight
+    at a time; exactly the expected pages travelled, and the first of a long prompt before the
+    prompt was computed.
+    """
+    lengths = [1, 2, 127, 128, 129, 255, 256, 257, 500, 640, 1000, 1025]
+    asked = prompts(lengths, seed=1)
+    async with aiohttp.ClientSession() as session:
+        await split.forget_prefixes(session)
+        before = len(split.transfers("receive"))
+        alone = [await split.ask(session, prompt, 8) for prompt in asked]
+        records = split.transfers("receive")[before:]
+        await split.forget_prefixes(session)
+        gate = asyncio.Semaphore(8)
+
+        async def gated(prompt: list[int]) -> dict[str, Any]:
+            async with gate:
+                return await split.ask(session, prompt, 8)
+
+        together = await asyncio.gather(*(gated(prompt) for prompt in asked))
+        for length, prompt, first, second in zip(lengths, asked, alone, together, strict=True):
+            await split.forget_prefixes(session)
+            plain = await split.ask_one_engine(session, "prefill-0", prompt, 8)
+            assert first["token_ids"] == plain["token_ids"], f"{length} tokens, one at a time"
+            assert second["token_ids"] == plain["token_ids"], f"{length} tokens, eight at a time"
+    expected = {n: LAYERS * -(-n // BLOCK) for n in lengths if n > 1}
+    assert {r["prompt_tokens"]: r["pages"] for r in records} == expected
+    assert {r["outcome"] for r in records} == {"landed"}
+    long = next(r for r in split.transfers("send") if r["prompt_tokens"] == 1025)
+    assert long["first_write"] < long["last_layer"]
+
+
+async def test_known_prefixes_are_not_sent_again(split: Split) -> None:
+    """A second prompt with a common prefix: the decode node is granted only what it lacks, and the
+    text stays right.
+    """
+    prefix, tail_one, tail_two = prompts([512, 100, 150], seed=2)
+    async with aiohttp.ClientSession() as session:
+        await split.forget_prefixes(session)
+        await split.ask(session, prefix + tail_one, 4)
+        before = len(split.transfers("receive"))
+        answer = await split.ask(session, prefix + tail_two, 8)
+        record = split.transfers("receive")[before]
+        await split.forget_prefixes(session)
+        plain = await split.ask_one_engine(session, "prefill-0", prefix + tail_two, 8)
+    assert answer["token_ids"] == plain["token_ids"]
+    assert (record["first_block"], record["pages"]) == (4, 2 * LAYERS)
+
+
+async def test_openai_client_streams(split: Split) -> None:
+    """The official client gets a streamed chat whose text equals the one that is not streamed, and
+    its usage.
+    """
+    client = openai.AsyncOpenAI(base_url=split.url + "/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    asked: Any = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 24}
+    whole = await client.chat.completions.create(**asked)
+    text, usage = "", None
+    stream = await client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+    await client.close()
+    assert text == whole.choices[0].message.content
+    assert "Paris" in text
+    assert usage is not None
+    assert usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_refusals_reach_the_client_and_leave_nothing(split: Split) -> None:
+    """What an engine refuses keeps its status and its words; nothing is held afterwards."""
+    async with aiohttp.ClientSession() as session:
+        for body, status in (
+            ({"model": "m", "prompt": [5] * 3000, "max_tokens": 4}, 400),
+            ({"model": "m", "prompt": "hello", "max_tokens": 4, "temperature": -3}, 400),
+            ({"model": "other", "prompt": "hello"}, 404),
+            ({"model": "m", "prompt": 7.5}, 400),
+        ):
+            async with session.post(split.url + "/v1/completions", json=body) as answer:
+                found = await answer.json()
+                assert (answer.status, "message" in found["error"]) == (status, True), found
+        await split.forget_prefixes(session)
+    await split.wait_until_idle()
+
+
+async def test_a_client_that_leaves_frees_both_sides(split: Split) -> None:
+    """Connections closed at any point of a request: both engines are idle again soon after."""
+    async with aiohttp.ClientSession() as session:
+        for delay_s, prompt in zip(
+            [0.0, 0.02, 0.1, 0.3, 0.8, 1.5], prompts([900] * 6, seed=3), strict=True
+        ):
+            task = asyncio.create_task(split.ask(session, prompt, 64))
+            await asyncio.wait([task], timeout=delay_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await split.wait_until_idle()
+        (prompt,) = prompts([300], seed=4)
+        answer = await split.ask(session, prompt, 4)
+        await split.forget_prefixes(session)
+        plain = await split.ask_one_engine(session, "prefill-0", prompt, 4)
+    assert answer["token_ids"] == plain["token_ids"]
+
+
+async def test_prefill_engine_killed_in_mid_prefill(split: Split) -> None:
+    """kill -9 of the whole prefill engine while it computes: the decode node answers all the same,
+    and the node comes back under a new incarnation.
+    """
+    (prompt,) = prompts([1500], seed=5)
+    old = (await split.nodes())["prefill-0"]["incarnation"]
+    engine = split.up.pids(old)
+    assert engine
+    async with aiohttp.ClientSession() as session:
+        task = asyncio.create_task(split.ask(session, prompt, 4))
+        await asyncio.wait([task], timeout=1.0)
+        for pid in engine:
+            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+                process.kill()
+        answer = await task
+        plain = await split.ask_one_engine(session, "decode-0", prompt, 4)
+        assert answer["token_ids"] == plain["token_ids"]
+
+        async def restarted() -> bool:
+            node = (await split.nodes()).get("prefill-0", {})
+            return bool(node.get("is_usable")) and node["incarnation"] != old
+
+        deadline = asyncio.get_running_loop().time() + START_LIMIT_S
+        while not await restarted():
+            assert asyncio.get_running_loop().time() < deadline, split.up.story()
+            await asyncio.sleep(0.5)
+        (prompt,) = prompts([400], seed=6)
+        before = len(split.transfers("receive"))
+        await split.ask(session, prompt, 4)
+        wait_for(
+            lambda: len(split.transfers("receive")) > before, 10, "a transfer from the new engine"
+        )
+        assert split.transfers("receive")[-1]["outcome"] == "landed"

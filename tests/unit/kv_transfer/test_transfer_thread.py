@@ -1,0 +1,477 @@
+"""Transfers between transfer threads over ``tcp``: real sockets and bytes, no engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.kv_rank import KvRank, opened, until
+
+from splitserve.kv_transfer.orders import CloseSend, Decline, SendProgress, StepOrders
+from splitserve.kv_transfer.transfer_thread import TransferThreadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PROMPT = list(range(22))
+"""Five full blocks and one that is half full."""
+SOURCE = [3, 9, 4, 11, 7, 2]
+TARGET = [21, 5, 8, 30, 1, 17]
+
+
+@pytest.fixture
+def make_rank(free_port: Callable[[], int]) -> Iterator[Callable[..., KvRank]]:
+    """A function that starts ranks; they are stopped after the test."""
+    ranks: list[KvRank] = []
+
+    def make(incarnation: str, *, port: int = 0, seed: int = 0, **settings: Any) -> KvRank:
+        rank = KvRank(incarnation, port or free_port(), **settings)
+        rank.fill(seed)
+        rank.thread.start()
+        ranks.append(rank)
+        return rank
+
+    yield make
+    for rank in ranks:
+        rank.thread.stop()
+
+
+@pytest.fixture
+def pair(make_rank: Callable[..., KvRank]) -> tuple[KvRank, KvRank]:
+    """A prefill and a decode rank, not introduced to each other."""
+    return make_rank("P", seed=1, stream_min_bytes=1), make_rank("D", seed=2)
+
+
+def assert_landed(
+    p: KvRank, d: KvRank, source: list[int] = SOURCE, target: list[int] = TARGET, first: int = 0
+) -> None:
+    """The prompt's pages from ``first`` are equal in both memories."""
+    np.testing.assert_array_equal(p.pages[:, source[first:]], d.pages[:, target[first:]])
+
+
+def finish(p: KvRank, d: KvRank, transfer_id: str, request: str) -> None:
+    """Close the prefill leg and wait until both sides are done."""
+    until(lambda: d.has_received(request), "pages landed")
+    p.close(transfer_id)
+    until(lambda: p.has_sent(f"p-{transfer_id}"), "source blocks are released")
+    counters = (p.thread.counters(), d.thread.counters())
+    assert (counters[0]["open_sends"], counters[1]["open_receives"]) == (0, 0)
+
+
+def test_layers_travel_while_the_step_runs(pair: tuple[KvRank, KvRank]) -> None:
+    """The first layers' pages are in D's memory before P has left its last layer."""
+    p, d = pair
+    untouched = d.pages.copy()
+    p.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.thread.counters()["open_receives"] == 1, "the receive is open")
+    p.step("t", SOURCE, 0, 6, layers=2)
+    until(
+        lambda: np.array_equal(p.pages[:2, SOURCE], d.pages[:2, TARGET]), "two layers have arrived"
+    )
+    np.testing.assert_array_equal(d.pages[2:], untouched[2:])
+    assert not d.has_received(request)
+    for layer in (2, 3):
+        p.thread.layer_done(layer)
+    p.thread.end_step()
+    finish(p, d, "t", request)
+    assert_landed(p, d)
+    others = [block for block in range(32) if block not in TARGET]
+    np.testing.assert_array_equal(d.pages[:, others], untouched[:, others])
+    assert p.sent == {"p-t"}
+    assert not d.failed
+
+
+def test_chunks_and_a_late_grant(pair: tuple[KvRank, KvRank]) -> None:
+    """A grant that comes after the prefill has ended gets everything at once."""
+    p, d = pair
+    p.step("t", SOURCE[:3], 0, 2, opens=(opened("t", PROMPT),))
+    p.step("t", SOURCE, 2, 6)
+    p.close("t")
+    request = d.receive("t", PROMPT, TARGET, p)
+    finish(p, d, "t", request)
+    assert_landed(p, d)
+    assert p.thread.counters()["sent_pages"] == 4 * 6
+
+
+def test_an_early_grant_waits_for_its_request(pair: tuple[KvRank, KvRank]) -> None:
+    """A grant may come before the prefill leg; D's own prefix is not sent."""
+    p, d = pair
+    request = d.receive("t", PROMPT, TARGET[2:], p, first_block=2)
+    until(lambda: d.thread.counters()["open_receives"] == 1, "granted")
+    before = d.pages.copy()
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    finish(p, d, "t", request)
+    assert_landed(p, d, first=2)
+    np.testing.assert_array_equal(d.pages[:, TARGET[:2]], before[:, TARGET[:2]])
+    assert d.thread.counters()["received_pages"] == 4 * 4
+
+
+def test_several_transfers_in_one_step(make_rank: Callable[..., KvRank]) -> None:
+    """Requests that share a step all land, also those below ``stream_min_bytes``."""
+    p, d = make_rank("P", seed=1), make_rank("D", seed=2)
+    names = [f"t{number}" for number in range(5)]
+    sources = [[20], [21, 22], [23, 24], [25, 26], [27, 28]]
+    prompts = [PROMPT[: 4 + number] for number in range(5)]
+    requests = [
+        d.receive(name, prompt, [block - 10 for block in blocks], p)
+        for name, prompt, blocks in zip(names, prompts, sources, strict=True)
+    ]
+    orders = StepOrders(
+        opens=tuple(opened(name, prompt) for name, prompt in zip(names, prompts, strict=True)),
+        progress=tuple(
+            SendProgress(name, tuple(blocks), 0, len(blocks))
+            for name, blocks in zip(names, sources, strict=True)
+        ),
+    )
+    p.thread.begin_step(orders)
+    for layer in (0, 1, 3):
+        p.thread.layer_done(layer)
+    p.thread.end_step()
+    for request in requests:
+        until(lambda request=request: d.has_received(request), request)  # type: ignore[misc]
+    assert not d.failed
+    np.testing.assert_array_equal(p.pages[:, 20:29], d.pages[:, 10:19])
+    for name in names:
+        p.close(name)
+    until(lambda: p.thread.counters()["open_sends"] == 0, "released")
+
+
+def test_a_cancel_half_way_gives_the_pages_back(pair: tuple[KvRank, KvRank]) -> None:
+    """After D's cancel the request is reported as failed, and later layers are not written."""
+    p, d = pair
+    p.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    p.step("t", SOURCE, 0, 6, layers=1)
+    until(lambda: np.array_equal(p.pages[0, SOURCE], d.pages[0, TARGET]), "a layer has arrived")
+    d.thread.begin_step(StepOrders(cancels=((request, "the client is gone"),)))
+    until(lambda: d.has_received(request), "settled")
+    assert d.failed == {request}
+    after = d.pages.copy()
+    for layer in (1, 2, 3):
+        p.thread.layer_done(layer)
+    p.thread.end_step()
+    p.close("t", aborted=True)
+    until(lambda: p.has_sent("p-t"), "released")
+    np.testing.assert_array_equal(after, d.pages)
+    assert p.thread.counters()["open_sends"] == 0
+
+
+def test_a_decline_releases_a_finished_prefill(make_rank: Callable[..., KvRank]) -> None:
+    """P does not hold blocks for a D that computes the prompt itself, introduced or not."""
+    p = make_rank("P", lease_s=1000.0)
+    d = make_rank("D")
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    p.close("t")
+    assert not p.has_sent("p-t")
+    d.thread.begin_step(StepOrders(declines=(Decline("t", 1, (p.address,), "cached"),)))
+    until(lambda: p.has_sent("p-t"), "released")
+
+
+def test_a_cancel_before_the_introduction_releases_the_prefill(
+    make_rank: Callable[..., KvRank],
+) -> None:
+    """A request that D gives up before it has met P does not cost P a lease."""
+    p = make_rank("P", lease_s=1000.0)
+    d = make_rank("D")
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    p.close("t")
+    d.thread.begin_step(StepOrders(given_up=(("t", "no client"),)))
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "settled")
+    until(lambda: p.has_sent("p-t"), "released")
+    assert d.failed == {request}
+
+
+def test_a_prefill_without_a_decode_node_ends_with_its_lease(
+    make_rank: Callable[..., KvRank],
+) -> None:
+    """Blocks of a finished prefill that nobody asks for are released when the lease ends."""
+    p = make_rank("P", lease_s=0.2)
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    p.close("t")
+    until(lambda: p.has_sent("p-t"), "the lease has ended")
+    assert p.thread.counters()["expired_leases"] == 1
+
+
+def test_an_aborted_prefill_fails_the_receive(pair: tuple[KvRank, KvRank]) -> None:
+    """D hears at once that the pages will not come."""
+    p, d = pair
+    p.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    p.step("t", SOURCE, 0, 3)
+    p.close("t", aborted=True)
+    until(lambda: d.has_received(request), "failed")
+    until(lambda: p.has_sent("p-t"), "released")
+    assert d.failed == {request}
+
+
+def test_other_tokens_are_refused(pair: tuple[KvRank, KvRank]) -> None:
+    """Prompts that were tokenised differently are never written, and the refusal is counted."""
+    p, d = pair
+    untouched = d.pages.copy()
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    request = d.receive("t", [*PROMPT[:-1], 999], TARGET, p)
+    until(lambda: d.has_received(request), "refused")
+    assert d.failed == {request}
+    assert p.thread.counters()["refused_grants"] == 1
+    np.testing.assert_array_equal(untouched, d.pages)
+    p.close("t")
+    until(lambda: p.has_sent("p-t"), "released")
+
+
+def test_a_preempted_prefill_is_finished_from_other_blocks(pair: tuple[KvRank, KvRank]) -> None:
+    """After a preemption every page is written once, from the blocks that hold it then."""
+    p, d = pair
+    p.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    p.step("t", SOURCE[:3], 0, 3)
+    until(
+        lambda: np.array_equal(p.pages[:, SOURCE[:3]], d.pages[:, TARGET[:3]]),
+        "the first blocks have arrived",
+    )
+    expected = p.pages[:, SOURCE].copy()
+    p.thread.begin_step(StepOrders(preempted=("p-t",)))
+    again = [12, 13, 14, 15, 16, 18]
+    p.pages[:, again] = expected
+    p.pages[:, SOURCE] = 0
+    p.step("t", again[:2], 0, 2)
+    p.step("t", again, 2, 6)
+    finish(p, d, "t", request)
+    np.testing.assert_array_equal(expected, d.pages[:, TARGET])
+    assert d.thread.counters()["received_pages"] == 4 * 6
+
+
+def test_a_preemption_while_writing_returns_soon(make_rank: Callable[..., KvRank]) -> None:
+    """The step that takes the source away waits for open writes, and no longer than allowed."""
+    p = make_rank("P", seed=1, stream_min_bytes=1, preemption_fence_s=0.1)
+    d = make_rank("D", seed=2)
+    p.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    p.step("t", SOURCE, 0, 5)
+    p.thread.begin_step(StepOrders(preempted=("p-t",)))
+    p.pages[:, SOURCE] = 0
+    p.close("t", aborted=True)
+    until(lambda: d.has_received(request), "failed")
+    until(lambda: p.has_sent("p-t"), "released")
+    assert d.failed == {request}
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(2, 1), (1, 2), (2, 2)])
+def test_unequal_tensor_parallel_sizes(
+    make_rank: Callable[..., KvRank], senders: int, receivers: int
+) -> None:
+    """Each rank writes the slices of the heads that both hold; all heads land on every rank."""
+    ps = [
+        make_rank("P", rank=r, tensor_parallel=senders, total_heads=4, seed=r)
+        for r in range(senders)
+    ]
+    ds = [
+        make_rank("D", rank=r, tensor_parallel=receivers, total_heads=4, seed=9)
+        for r in range(receivers)
+    ]
+    requests = [d.receive("t", PROMPT, TARGET, *ps) for d in ds]
+    for p in ps:
+        p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    for d, request in zip(ds, requests, strict=True):
+        until(lambda d=d, request=request: d.has_received(request), "landed")  # type: ignore[misc]
+        assert not d.failed
+    for p in ps:
+        p.close("t")
+        until(lambda p=p: p.has_sent("p-t"), "released")  # type: ignore[misc]
+    written = np.concatenate([p.pages[:, SOURCE] for p in ps], axis=2)
+    landed = np.concatenate([d.pages[:, TARGET] for d in ds], axis=2)
+    np.testing.assert_array_equal(written, landed)
+
+
+def test_pages_of_half_of_the_heads_are_no_success(make_rank: Callable[..., KvRank]) -> None:
+    """When only one of two prefill ranks is named the receive fails, whatever was delivered."""
+    p = make_rank("P", rank=0, tensor_parallel=2)
+    d = make_rank("D")
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "settled")
+    assert d.failed == {request}
+
+
+def test_another_fingerprint_is_turned_away(
+    make_rank: Callable[..., KvRank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines with other weights do not exchange pages; both values are named on D."""
+    p = make_rank("P", fingerprint={"weights": "of Paul"})
+    d = make_rank("D", fingerprint={"weights": "of Dora"})
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "turned away")
+    assert d.failed == {request}
+    turned = [r.getMessage() for r in caplog.records if "turned us away" in r.getMessage()]
+    assert "of Paul here, of Dora at the peer" in turned[0]
+    again = d.receive("u", PROMPT, TARGET, p)
+    until(lambda: d.has_received(again), "turned away again")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layers": 3}, "layers: 4 here, 3 at the peer"),
+        ({"total_heads": 4}, "KV heads of the model: 2 here, 4 at the peer"),
+        ({"transport": "local"}, "transport: tcp here, local at the peer"),
+    ],
+)
+def test_another_layout_is_turned_away(
+    make_rank: Callable[..., KvRank],
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    """Ranks whose pages do not fit each other do not exchange any; both values are named."""
+    p, d = make_rank("P"), make_rank("D", **settings)
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "turned away")
+    assert words in caplog.text
+
+
+def test_a_wrong_secret_ends_with_the_deadline(make_rank: Callable[..., KvRank]) -> None:
+    """A peer of another cluster is not answered; the request ends when its deadline does."""
+    p = make_rank("P")
+    d = make_rank("D", secret=b"another secret!!", deadline_s=0.5)
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "expired")
+    assert d.failed == {request}
+    assert d.thread.counters()["expired_receives"] == 1
+
+
+def test_nobody_there_ends_with_the_deadline(
+    make_rank: Callable[..., KvRank], free_port: Callable[[], int]
+) -> None:
+    """A prefill node that cannot be reached costs the deadline, no more."""
+    d = make_rank("D", deadline_s=0.3)
+    absent = KvRank("P", free_port())
+    request = d.receive("t", PROMPT, TARGET, absent)
+    until(lambda: d.has_received(request), "expired")
+    assert d.failed == {request}
+
+
+@pytest.mark.parametrize("address", ["tcp://", "udp://127.0.0.1:1", "nonsense"])
+def test_an_address_that_is_none_fails_at_once(
+    make_rank: Callable[..., KvRank], address: str
+) -> None:
+    """A leg that names no address for its peer fails; the thread goes on."""
+    p, d = make_rank("P"), make_rank("D")
+    real, p.address = p.address, address
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(lambda: d.has_received(request), "failed")
+    p.address = real
+    p.step("u", SOURCE, 0, 6, opens=(opened("u", PROMPT),))
+    finish(p, d, "u", d.receive("u", PROMPT, TARGET, p))
+    assert d.failed == {request}
+
+
+def test_a_restarted_prefill_rank_is_a_new_peer(
+    make_rank: Callable[..., KvRank], free_port: Callable[[], int]
+) -> None:
+    """Transfers of the old engine fail, those of the new one at the same address work."""
+    port = free_port()
+    old = make_rank("P1", port=port, stream_min_bytes=1)
+    d = make_rank("D")
+    old.open("t", PROMPT)
+    lost = d.receive("t", PROMPT, TARGET, old)
+    old.step("t", SOURCE, 0, 6, layers=1)
+    until(lambda: np.array_equal(old.pages[0, SOURCE], d.pages[0, TARGET]), "a layer has arrived")
+    old.thread.stop()
+    until(lambda: d.has_received(lost), "the loss is noticed")
+    new = make_rank("P2", port=port, seed=5)
+    outdated = d.receive("o", PROMPT, [3], old)
+    new.step("u", SOURCE, 0, 6, opens=(opened("u", PROMPT),))
+    finish(new, d, "u", d.receive("u", PROMPT, TARGET, new))
+    until(lambda: d.has_received(outdated), "the old engine's transfer fails")
+    assert_landed(new, d)
+    assert d.failed == {lost, outdated}
+
+
+def test_a_new_attempt_on_the_same_node(pair: tuple[KvRank, KvRank]) -> None:
+    """D may grant other pages to attempt 2 while attempt 1 is being cancelled."""
+    p, d = pair
+    p.open("t", PROMPT)
+    first = d.receive("t", PROMPT, TARGET, p)
+    p.step("t", SOURCE, 0, 6, layers=2)
+    until(lambda: np.array_equal(p.pages[0, SOURCE], d.pages[0, TARGET]), "a layer has arrived")
+    d.thread.begin_step(StepOrders(cancels=((first, "the client is gone"),)))
+    other = [20, 6, 10, 29, 12, 18]
+    second = d.receive("t", PROMPT, other, p, attempt=2)
+    for layer in (2, 3):
+        p.thread.layer_done(layer)
+    p.thread.end_step()
+    finish(p, d, "t", second)
+    assert_landed(p, d, target=other)
+    assert d.failed == {first}
+
+
+def test_an_attempt_that_is_open_is_not_granted_again(pair: tuple[KvRank, KvRank]) -> None:
+    """A second request for the same attempt fails at once; the first one is not disturbed."""
+    p, d = pair
+    request = d.receive("t", PROMPT, TARGET, p)
+    second = d.receive("t", PROMPT, [10], p, request_id="second")
+    until(lambda: d.has_received(second), "refused")
+    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    finish(p, d, "t", request)
+    assert_landed(p, d)
+    assert d.failed == {second}
+
+
+def test_an_address_in_use_raises_at_start(make_rank: Callable[..., KvRank]) -> None:
+    """A rank that peers could not reach does not start, and says which address is taken."""
+    p = make_rank("P")
+    second = KvRank("Q", int(p.address.rsplit(":", 1)[1]))
+    with pytest.raises(TransferThreadError, match="cannot listen on tcp://127.0.0.1"):
+        second.thread.start()
+    with pytest.raises(TransferThreadError):
+        second.thread.take_results()
+    second.thread.stop()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "pigeon"},
+        {"transport_settings": {"host": "192.0.2.1"}},
+        {"transport_settings": {"no_such_key": 1}},
+        {"warm_addresses": ("nonsense",)},
+    ],
+)
+def test_a_transport_that_cannot_be_had_raises_at_start(
+    free_port: Callable[[], int], settings: dict[str, Any]
+) -> None:
+    """What cannot work is an error at start, not at the first request."""
+    rank = KvRank("P", free_port(), **settings)
+    with pytest.raises(TransferThreadError):
+        rank.thread.start()
+    rank.thread.stop()
+
+
+def test_stop_may_be_called_twice(make_rank: Callable[..., KvRank]) -> None:
+    """The end of a rank is idempotent, and needs no start."""
+    p = make_rank("P")
+    p.thread.stop()
+    p.thread.stop()
+
+
+def test_warm_addresses_are_introduced_before_the_first_request(
+    make_rank: Callable[..., KvRank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A decode rank meets its prefill ranks at start."""
+    caplog.set_level("INFO")
+    p = make_rank("P")
+    make_rank("D", warm_addresses=(p.address,))
+    until(lambda: "decode rank D/0 can be written to" in caplog.text, "introduced")
+
+
+def test_abort_before_the_first_step(pair: tuple[KvRank, KvRank]) -> None:
+    """A leg that is opened and closed in the same step is released at once."""
+    p, _ = pair
+    p.thread.begin_step(
+        StepOrders(opens=(opened("t", PROMPT),), closes=(CloseSend("p-t", aborted=True),))
+    )
+    until(lambda: p.has_sent("p-t"), "released")
