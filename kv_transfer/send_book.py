@@ -322,10 +322,9 @@ class SendBook:
         if known is not None and grant.attempt == known.grant.attempt:
             is_over = known.state is SinkState.ENDED
             return [_fenced(peer, grant, "this attempt has ended")] if is_over else []
-        newest = max(
-            known.grant.attempt if known else grant.attempt, session.cancelled.get(peer, 0)
-        )
-        if grant.attempt < newest or session.cancelled.get(peer) == grant.attempt:
+        cancelled = session.cancelled.get(peer)
+        is_cancelled = cancelled is not None and grant.attempt <= cancelled
+        if is_cancelled or (known is not None and grant.attempt < known.grant.attempt):
             return [_fenced(peer, grant, "this attempt has ended")]
         if known is not None:
             effects += self._fence(session, known, "a newer attempt was granted")

@@ -206,7 +206,9 @@ class Actions:
             effects = self._retry(request, now)
             if effects is not None:
                 return effects
-        effects = [*self._cancel_prefill(request), PassRefusal(request.id, request.attempt)]
+        effects = self._cancel_prefill(request)
+        effects += self._abandon_transfer(request, "the decode node refused the request")
+        effects.append(PassRefusal(request.id, request.attempt))
         self._give_back_decode(request)
         return effects + self._end(request, "refused", reason, now)
 
@@ -301,10 +303,24 @@ class Actions:
 
     def _cancel_legs(self, request: Request) -> list[Effect]:
         effects = self._cancel_prefill(request)
+        effects += self._abandon_transfer(request, "the decode leg was cancelled")
         if request.has_decode_leg:
             self._give_back_decode(request)
             effects.append(CancelLeg(request.id, request.attempt, "decode"))
         return effects
+
+    def _abandon_transfer(self, request: Request, reason: str) -> list[Effect]:
+        """Nobody may fetch what the prefill node computed: it need not hold it until its lease ends.
+
+        Cancelling the leg is not enough: it may have been answered, and then only the transfer is
+        left.
+        """
+        choice = request.choice
+        if choice is None or choice.prefill is None:
+            return []
+        if request.phase not in (Phase.PREFILLING, Phase.LANDING):
+            return []
+        return [FailTransfer(choice.prefill.name, request.transfer_id, reason)]
 
     def _cancel_prefill(self, request: Request) -> list[Effect]:
         if not request.has_prefill_leg:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -21,7 +21,7 @@ from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, refer
 from splitserve.orchestrator.engines.mock.tokenizer import decode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,47 +42,56 @@ TOKENS = 12
 
 @dataclass
 class Cluster:
-    """The cluster and its client. Engines are looked up anew, since they may be restarted."""
+    """The cluster and its client."""
 
     up: UpProcess
     client: openai.AsyncOpenAI
+    engines: dict[str, EngineHandle] = field(default_factory=dict)
+    """By incarnation: every engine that a test has asked for."""
 
     async def engine(self, node: str) -> EngineHandle:
-        """The engine of a node that is ready, and idle."""
+        """The engine of a node, as soon as it is ready."""
+        found = self.up.node(node)
+        if found.get("phase") != "ready" or found["incarnation"] not in self.engines:
+            await asyncio.to_thread(wait_for, lambda: self._look_for(node), 40, node, self.up.story)
+        return self.engines[self.up.node(node)["incarnation"]]
+
+    async def kill_engine(self, node: str) -> None:
+        """SIGKILL to the engine's process; returns when its agent has seen it."""
+        life = self.up.node(node)["incarnation"]
+        kill(process.pid for process, settings in self._processes() if settings["node"] == node)
         await asyncio.to_thread(
-            wait_for, lambda: self.up.node(node).get("phase") == "ready", 40, node, self.up.story
+            wait_for, lambda: self.up.node(node)["incarnation"] != life, 20, "death", self.up.story
         )
+
+    def _look_for(self, node: str) -> bool:
+        status = self.up.node(node)
+        for process, settings in self._processes():
+            ready = status["phase"] == "ready"
+            if ready and settings["incarnation"] == status["incarnation"]:
+                environ = process.environ()
+                engine = EngineHandle(
+                    node,
+                    status["engine_url"],
+                    f"tcp://127.0.0.1:{settings['endpoint_port']}",
+                    bytes.fromhex(environ[SECRET_ENV]),
+                    environ[API_KEY_ENV],
+                )
+                engine.idle_blocks = status["total_blocks"] - 1
+                self.engines[status["incarnation"]] = engine
+                return engine.idle_blocks > 0
+        return False
+
+    def _processes(self) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
+        """Each engine's process, with its connector's settings."""
         for process in self.up.processes():
-            line = process.cmdline()
-            if "splitserve.orchestrator.engines.mock.server" in line and ".guard" not in str(line):
+            try:
+                line = process.cmdline()
+            except psutil.Error:
+                continue
+            if line[1:3] == ["-m", "splitserve.orchestrator.engines.mock.server"]:
                 config = json.loads(line[line.index("--kv-transfer-config") + 1])
-                settings = config["kv_connector_extra_config"]
-                if settings["node"] == node:
-                    return await self._handle(process, line, settings)
-        raise AssertionError(f"no engine of {node}\n{self.up.story()}")
-
-    async def _handle(
-        self, process: psutil.Process, line: list[str], settings: dict[str, Any]
-    ) -> EngineHandle:
-        environ = process.environ()
-        engine = EngineHandle(
-            settings["node"],
-            f"http://127.0.0.1:{line[line.index('--port') + 1]}",
-            f"tcp://127.0.0.1:{settings['endpoint_port']}",
-            bytes.fromhex(environ[SECRET_ENV]),
-            environ[API_KEY_ENV],
-        )
-        engine.idle_blocks = (await engine.status()).total_blocks - 1
-        return engine
-
-    def kill_engine(self, node: str) -> None:
-        """SIGKILL to the engine's process."""
-        kill(pid for pid in self.up.pids("engines.mock.server") if self._is_of(pid, node))
-
-    @staticmethod
-    def _is_of(pid: int, node: str) -> bool:
-        line = " ".join(psutil.Process(pid).cmdline())
-        return f'"node": "{node}"' in line and ".guard" not in line
+                yield process, config["kv_connector_extra_config"]
 
     async def text(self, prompt: list[int], tokens: int = TOKENS) -> str:
         """The router's answer."""
@@ -105,7 +114,10 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         assert status is not None
         client = openai.AsyncOpenAI(base_url=status["url"], api_key="none", max_retries=0)
         async with client:
-            yield Cluster(up, client)
+            cluster = Cluster(up, client)
+            yield cluster
+            for engine in cluster.engines.values():
+                engine.close()
     finally:
         await asyncio.to_thread(up.close)
 
@@ -150,7 +162,6 @@ async def test_answers_are_those_of_one_engine(cluster: Cluster) -> None:
     after = (await engine.until_idle()).counters
     assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] <= 6 + 5
     assert after["received_transfers"] - before.get("received_transfers", 0) >= 5
-    engine.close()
 
 
 async def test_many_clients(cluster: Cluster) -> None:
@@ -169,7 +180,6 @@ async def test_engines_refusals_reach_the_client(cluster: Cluster) -> None:
         await cluster.client.completions.create(model="other", prompt="x")
     for handle in (prefill, engine):
         await handle.until_idle()
-        handle.close()
 
 
 @pytest.mark.parametrize("place", ["prefill", "answer"])
@@ -189,11 +199,11 @@ async def test_a_client_that_leaves(cluster: Cluster, place: str) -> None:
         await engine.until(lambda s: s.running == 1, "answer")
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await engine.until(lambda s: s.running + s.waiting == 0, "abort") if place == "prefill" else None
+    if place == "prefill":
+        await engine.until(lambda s: s.running + s.waiting == 0, "abort")
     await held.faults()
     for handle in (prefill, engine):
         await handle.until_idle()
-        handle.close()
 
 
 async def test_a_killed_prefill_engine(cluster: Cluster) -> None:
@@ -205,15 +215,12 @@ async def test_a_killed_prefill_engine(cluster: Cluster) -> None:
     asking = asyncio.create_task(cluster.text(prompt))
     await engine.until(lambda s: s.open_transfers == 1, "reservation")
     await prefill.until(lambda s: s.running == 1, "prefill")
-    cluster.kill_engine("prefill-0")
+    await cluster.kill_engine("prefill-0")
     async with asyncio.timeout(20):
         assert await asking == alone(prompt)
     await engine.until_idle()
-    prefill.close()
-    prefill = await cluster.engine("prefill-0")
-    await _until_split(cluster, engine)
-    prefill.close()
-    engine.close()
+    await cluster.engine("prefill-0")
+    await _until_split(cluster)
 
 
 async def test_a_killed_decode_engine(cluster: Cluster) -> None:
@@ -223,21 +230,18 @@ async def test_a_killed_decode_engine(cluster: Cluster) -> None:
     asking = asyncio.create_task(cluster.text(prompt_of(150, start=5000)))
     await engine.until(lambda s: s.open_transfers == 1, "reservation")
     await prefill.until(lambda s: s.running == 1, "prefill")
-    cluster.kill_engine("decode-0")
+    await cluster.kill_engine("decode-0")
     async with asyncio.timeout(20):
         with pytest.raises(openai.InternalServerError, match="decode node"):
             await asking
     await prefill.faults()
     await prefill.until_idle()
-    engine.close()
-    engine = await cluster.engine("decode-0")
-    await _until_split(cluster, engine)
-    prefill.close()
-    engine.close()
+    await _until_split(cluster)
 
 
-async def _until_split(cluster: Cluster, engine: EngineHandle) -> None:
+async def _until_split(cluster: Cluster) -> None:
     """Answers are right, and soon they are split again."""
+    engine = await cluster.engine("decode-0")
     end = time.monotonic() + DEADLINE_S
     number = 0
     received = (await engine.status()).counters.get("received_transfers", 0)

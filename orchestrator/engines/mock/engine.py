@@ -175,9 +175,7 @@ class MockEngine:
 
     async def _rest(self, plan: StepPlan) -> None:
         """Let others run; wait when there is nothing to compute."""
-        if plan.chunks:
-            await asyncio.sleep(0)
-        elif self._arrivals or self._aborts or self._connector.has_orders:
+        if plan.chunks or self._arrivals or self._aborts or self._connector.has_orders:
             await asyncio.sleep(0)
         elif self.scheduler.has_work or self.scheduler.awaits_reports:
             await asyncio.sleep(NAP_S)
@@ -196,9 +194,7 @@ class MockEngine:
         task = self._tasks.get(request.id)
         if task is None:
             return
-        task.answers.put_nowait(
-            NewToken(task.index, token, request.finish_reason, request.cached)
-        )
+        task.answers.put_nowait(NewToken(task.index, token, request.finish_reason, request.cached))
         if request.status is Status.FINISHED:
             del self._tasks[request.id]
 

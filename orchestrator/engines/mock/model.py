@@ -112,7 +112,9 @@ class MockModel:
         positions = np.arange(first, first + len(states))
         blocks = np.asarray(block_ids)[positions // self.shape.block_tokens]
         heads = slice(memory.first_head, memory.first_head + memory.heads)
-        values = _mixed(states[:, None, None] ^ self._places[layer, heads])  # [tokens, heads, words]
+        values = _mixed(
+            states[:, None, None] ^ self._places[layer, heads]
+        )  # [tokens, heads, words]
         memory.words[layer, blocks, :, positions % self.shape.block_tokens] = values
 
     def next_token(

@@ -84,12 +84,13 @@ def test_a_prefill_leg_that_fails_after_the_first_token_is_nobodys_business() ->
 
 
 def test_a_decode_leg_that_fails_early_is_tried_on_another_node() -> None:
-    """Both legs are cancelled; the next attempt has its own transfer id; old news are ignored."""
+    """Both legs are cancelled and the transfer is given up; the next attempt has its own transfer id; old news are ignored."""
     driver = Driver("p0", "d0", "d1")
     assert driver.request("r1") == [pair("r1", "p0", "d0")]
     effects = driver.do(ev.DecodeFailed("r1", 1, "reset"))
     assert effects == [
         CancelLeg("r1", 1, "prefill"),
+        FailTransfer("p0", "r1.1", "the decode leg was cancelled"),
         CancelLeg("r1", 1, "decode"),
         pair("r1", "p0", "d1", attempt=2),
     ]
@@ -107,9 +108,15 @@ def test_a_decode_leg_that_fails_with_no_other_node_is_an_error() -> None:
     driver = Driver("p0", "d0")
     driver.request("r1")
     effects = driver.do(ev.DecodeFailed("r1", 1, "connection refused"))
-    assert names(effects) == ["CancelLeg", "CancelLeg", "AnswerError", "EndRequest"]
-    assert effects[2].status == 502  # type: ignore[union-attr]
-    assert "connection refused" in effects[2].message  # type: ignore[union-attr]
+    assert names(effects) == [
+        "CancelLeg",
+        "FailTransfer",
+        "CancelLeg",
+        "AnswerError",
+        "EndRequest",
+    ]
+    assert effects[3].status == 502  # type: ignore[union-attr]
+    assert "connection refused" in effects[3].message  # type: ignore[union-attr]
     assert driver.is_idle()
 
 
@@ -127,7 +134,11 @@ def test_a_clients_mistake_is_passed_on_and_not_retried() -> None:
     driver = Driver("p0", "d0", "d1")
     driver.request("r1")
     effects = driver.do(ev.DecodeRefused("r1", 1, 400))
-    assert effects[:2] == [CancelLeg("r1", 1, "prefill"), PassRefusal("r1", 1)]
+    assert effects[:3] == [
+        CancelLeg("r1", 1, "prefill"),
+        FailTransfer("p0", "r1.1", "the decode node refused the request"),
+        PassRefusal("r1", 1),
+    ]
     assert (ended(effects).outcome, ended(effects).status) == ("refused", 400)
     assert driver.node("d0").cooling_until == 0
     assert driver.is_idle()
@@ -156,7 +167,9 @@ def test_a_stream_that_breaks_is_never_retried() -> None:
 
 @pytest.mark.parametrize("stage", range(5))
 def test_a_client_that_leaves_cancels_both_legs(stage: int) -> None:
-    """At any moment, legs that are out are cancelled and everything is given back."""
+    """At any moment, legs that are out are cancelled and everything is given back; the prefill node
+    is told when what it computed was not fetched yet.
+    """
     driver = Driver("p0", "d0")
     if stage == 0:
         driver.report("d0", free_blocks=0, running=1)
@@ -167,7 +180,10 @@ def test_a_client_that_leaves_cancels_both_legs(stage: int) -> None:
         driver.do(event)
     effects = driver.do(ev.ClientGone("r1"))
     legs = {0: [], 1: ["prefill", "decode"], 2: ["decode"], 3: ["decode"], 4: ["prefill", "decode"]}
-    assert effects[:-1] == [CancelLeg("r1", 1, leg) for leg in legs[stage]]  # type: ignore[arg-type]
+    given_up = [e for e in effects if isinstance(e, FailTransfer)]
+    assert [e.node for e in given_up] == (["p0"] if stage in (1, 2) else [])
+    rest = [e for e in effects[:-1] if not isinstance(e, FailTransfer)]
+    assert rest == [CancelLeg("r1", 1, leg) for leg in legs[stage]]  # type: ignore[arg-type]
     assert ended(effects).status == 499
     assert driver.is_idle()
 
@@ -274,8 +290,8 @@ def test_deadlines_end_every_wait() -> None:
     driver.request("r1")
     assert driver.core.next_deadline() == min(110.0, 105.0)
     effects = driver.pass_time(10)
-    assert names(effects)[:4] == ["CancelLeg", "CancelLeg", "AnswerError", "EndRequest"]
-    assert effects[2].status == 504  # type: ignore[union-attr]
+    assert names(effects)[:4] == ["CancelLeg", "FailTransfer", "CancelLeg", "AnswerError"]
+    assert effects[3].status == 504  # type: ignore[union-attr]
     driver.report("p0")
     driver.report("d0")
     driver.request("r2")

@@ -246,9 +246,7 @@ def test_an_abort_gives_everything_back(world: World, steps: int) -> None:
     world.scheduler.abort(request)
     world.scheduler.abort(request)
     assert world.free == 11
-    assert [told for told in world.hooks.told if told[0] == "finished"] == [
-        ("finished", "a", True)
-    ]
+    assert [told for told in world.hooks.told if told[0] == "finished"] == [("finished", "a", True)]
     assert spans(world.step()) == []
 
 

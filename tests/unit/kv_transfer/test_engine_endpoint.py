@@ -1,0 +1,124 @@
+"""The endpoint between the agent and an engine's connector, over its real socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+
+from splitserve.kv_transfer import engine_endpoint
+from splitserve.kv_transfer.channel import dial, tcp_address
+from splitserve.kv_transfer.engine_endpoint import (
+    EngineDescription,
+    EngineEndpoint,
+    EngineEndpointClient,
+    EngineStatus,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SECRET = b"0123456789abcdef"
+DESCRIPTION = EngineDescription(
+    incarnation="P",
+    fingerprint={"weights": "w"},
+    control_addresses=("tcp://127.0.0.1:1",),
+    block_tokens=16,
+    total_blocks=100,
+    max_model_len=1000,
+    tensor_parallel=1,
+    transport="tcp",
+)
+
+
+@pytest.fixture
+def address(free_port: Callable[[], int]) -> str:
+    """A loopback address nobody listens on."""
+    return tcp_address("127.0.0.1", free_port())
+
+
+@pytest.fixture
+def endpoint(address: str) -> Iterator[EngineEndpoint]:
+    """A running endpoint that reports three running requests."""
+    server = EngineEndpoint(address, SECRET, DESCRIPTION, lambda: EngineStatus(running=3))
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_questions_are_answered(endpoint: EngineEndpoint, address: str) -> None:
+    """Description and status come as they were published."""
+    client = EngineEndpointClient(address, SECRET)
+    assert await client.describe() == DESCRIPTION
+    assert await client.status() == EngineStatus(running=3)
+    client.close()
+
+
+async def test_orders_are_queued_for_the_next_step(endpoint: EngineEndpoint, address: str) -> None:
+    """Each order is taken once, in the order given."""
+    client = EngineEndpointClient(address, SECRET)
+    assert not endpoint.has_orders
+    await client.fail_transfer("t", "refused")
+    await client.peer_died("Q")
+    await client.fail_transfer("u", "gone")
+    assert endpoint.has_orders
+    assert endpoint.take_orders() == ((("t", "refused"), ("u", "gone")), ("Q",))
+    assert endpoint.take_orders() == ((), ())
+    client.close()
+
+
+async def test_nobody_there_is_a_timeout(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a call that waits behind another one."""
+    monkeypatch.setattr(engine_endpoint, "ANSWER_DEADLINE_S", 0.05)
+    client = EngineEndpointClient(address, SECRET)
+    with pytest.raises(TimeoutError):
+        await client.status()
+    async with client._lock:
+        with pytest.raises(TimeoutError):
+            await client.status()
+    client.close()
+
+
+async def test_another_secret_is_not_answered(
+    endpoint: EngineEndpoint, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that does not know the secret gets nothing and harms nothing."""
+    stranger = EngineEndpointClient(address, b"another secret!!")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_endpoint, "ANSWER_DEADLINE_S", 0.1)
+        with pytest.raises(TimeoutError):
+            await stranger.peer_died("P")
+    client = EngineEndpointClient(address, SECRET)
+    assert (await client.status()).running == 3
+    assert not endpoint.has_orders
+    for each in (stranger, client):
+        each.close()
+
+
+async def test_malformed_questions_are_dropped(endpoint: EngineEndpoint, address: str) -> None:
+    """Bytes that are no question change nothing."""
+    context: zmq.Context[Any] = zmq.Context()
+    dealer = dial(context, address, SECRET)
+    for frames in ([b""], [b"n", b"\xc1"], [b"n", b"\x80"], [b"a", b"b", b"c"]):
+        dealer.send_multipart(frames)
+    client = EngineEndpointClient(address, SECRET)
+    assert (await client.status()).running == 3
+    assert not dealer.poll(0)
+    client.close()
+    context.destroy(0)
+
+
+def test_an_address_in_use_raises(endpoint: EngineEndpoint, address: str) -> None:
+    """An engine that its agent could not reach does not start."""
+    second = EngineEndpoint(address, SECRET, DESCRIPTION, EngineStatus)
+    with pytest.raises(OSError, match="cannot listen"):
+        second.start()
+    second.stop()
+
+
+def test_orders_are_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that takes no steps does not collect orders without end."""
+    monkeypatch.setattr(engine_endpoint, "ORDER_LIMIT", 2)
+    server = EngineEndpoint(address, SECRET, DESCRIPTION, EngineStatus)
+    assert server._orders.maxlen == 2
