@@ -21,11 +21,11 @@ model: install ## Prepare the small real model that the quickstart and the tests
 quickstart: model ## Bring up one prefill node, one decode node and the router; answer one chat; stop
 	@$(BIN)/splitserve quickstart
 
-test: model ## What CI runs: every test that needs no GPU, in one pytest process
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+test: model ## What CI runs: every test but the long matrices and those that need a GPU
+	$(PYTEST) -m "not gpu and not long" $(PYTEST_ARGS)
 
 test-fast: install ## The tests that start no vLLM engine (seconds)
-	$(PYTEST) -m "not gpu and not engine" $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu and not engine and not long" $(PYTEST_ARGS)
 
 test-all: model ## Every test, those that need a GPU too
 	$(PYTEST) $(PYTEST_ARGS)

@@ -73,7 +73,7 @@ class Prefills:
 
     @property
     def is_active(self) -> bool:
-        """Whether any request is computed or held for a peer; if not, steps need not be reported."""
+        """Whether any request is computed or held for a peer; if not, no step need be told."""
         return bool(self._prefills)
 
     def scheduled(

@@ -1,4 +1,6 @@
-"""A whole cluster of mock engines, as `splitserve up` starts it: what an OpenAI client sees while engines die and clients leave."""
+"""A whole cluster of mock engines, as `splitserve up` starts it: what an OpenAI client sees while
+engines die and clients leave.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def alone(prompt: list[int], tokens: int = TOKENS) -> str:
 
 
 async def test_answers_are_those_of_one_engine(cluster: Cluster) -> None:
-    """Completions and chats, streamed and not; every prompt was received, and D computed one token of each."""
+    """Completions and chats, streamed and not; every prompt was received, and D computed one token
+    of each.
+    """
     engine = await cluster.engine("decode-0")
     before = (await engine.status()).counters
     for length in (31, 32, 33, 200):
@@ -165,14 +169,16 @@ async def test_answers_are_those_of_one_engine(cluster: Cluster) -> None:
 
 
 async def test_many_clients(cluster: Cluster) -> None:
-    """32 at once, more than a prefill node takes: they wait in the router, and each gets its own answer."""
+    """32 at once, more than a prefill node takes: they wait in the router, and each gets its own
+    answer.
+    """
     prompts = [prompt_of(20 + 9 * n, start=1000 + n) for n in range(32)]
     answers = await asyncio.gather(*map(cluster.text, prompts))
     assert answers == [alone(prompt) for prompt in prompts]
 
 
 async def test_engines_refusals_reach_the_client(cluster: Cluster) -> None:
-    """Too long prompts and unknown models: the engine's own status and words; nothing stays behind."""
+    """Too long prompts, unknown models: the engine's own status and words; nothing stays behind."""
     prefill, engine = await cluster.engine("prefill-0"), await cluster.engine("decode-0")
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
         await cluster.text(prompt_of(1100, start=2000))
@@ -207,7 +213,9 @@ async def test_a_client_that_leaves(cluster: Cluster, place: str) -> None:
 
 
 async def test_a_killed_prefill_engine(cluster: Cluster) -> None:
-    """SIGKILL in the middle of a prefill: the client gets the right answer all the same, and the next one a split one."""
+    """SIGKILL in the middle of a prefill: the client gets the right answer all the same, and the
+    next one a split one.
+    """
     prefill = await cluster.engine("prefill-0")
     engine = await cluster.engine("decode-0")
     await prefill.faults(hold_at_layer=2)
@@ -224,7 +232,9 @@ async def test_a_killed_prefill_engine(cluster: Cluster) -> None:
 
 
 async def test_a_killed_decode_engine(cluster: Cluster) -> None:
-    """SIGKILL before the first token: an error status within the deadline, P's blocks come back, and D serves again."""
+    """SIGKILL before the first token: an error status within the deadline, P's blocks come back,
+    and D serves again.
+    """
     prefill, engine = await cluster.engine("prefill-0"), await cluster.engine("decode-0")
     await prefill.faults(hold_at_layer=2)
     asking = asyncio.create_task(cluster.text(prompt_of(150, start=5000)))

@@ -1,7 +1,8 @@
-"""Two mock engines and what goes wrong between them: a right answer or a clear error, and both sides' blocks back.
+"""Two mock engines and what goes wrong between them: a right answer or a clear error, and both
+sides' blocks back.
 
-No test waits for a time: an engine is held at a place by ``/mock/faults`` and released when the other side has been seen
-where the test wants it.
+No test waits for a time: an engine is held at a place by ``/mock/faults`` and released when the
+other side has been seen where the test wants it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GetPa
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def spare(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GetSpare]:
-    """One more prefill engine of a transport, for tests that stop or kill it; another one when it is dead."""
+    """One more prefill engine of a transport, for tests that stop or kill it; another one when it
+    is dead.
+    """
     folder = tmp_path_factory.mktemp("spare")
     found: dict[str, MockProcess] = {}
     async with AsyncExitStack() as stack:
@@ -134,7 +137,9 @@ def start(pair: Pair, length: int, number: int, tokens: int = TOKENS) -> Legs:
 
 
 async def held_in_the_middle(pair: Pair, number: int) -> Legs:
-    """A new prompt whose pages are granted, and P stands before layer 2; the two know each other from another one."""
+    """A new prompt whose pages are granted, and P stands before layer 2; the two know each other
+    from another one.
+    """
     known = prompt_of(40, start=number + 1)
     assert (await pair.answer(known, TOKENS))[0] == alone(known)
     await pair.until_idle()
@@ -150,7 +155,9 @@ async def held_in_the_middle(pair: Pair, number: int) -> Legs:
 async def test_a_client_that_leaves_during_prefill(
     pairs: GetPair, transport: str, layer: int
 ) -> None:
-    """Some layers are sent, others not: D's blocks come back while P is still held, P's when it goes on."""
+    """Some layers are sent, others not: D's blocks come back while P is still held, P's when it
+    goes on.
+    """
     pair = await pairs(transport)
     await pair.prefill.faults(hold_at_layer=layer)
     legs = start(pair, 120, 100 + layer)
@@ -167,7 +174,9 @@ async def test_a_client_that_leaves_during_prefill(
 async def test_a_client_that_leaves_at_another_moment(
     pairs: GetPair, transport: str, place: str
 ) -> None:
-    """Before P has begun, when everything has arrived, in the middle of the answer, before D has granted."""
+    """Before P has begun, when everything has arrived, in the middle of the answer, before D has
+    granted.
+    """
     pair = await pairs(transport)
     held, faults = {
         "before prefill": (pair.prefill, {"hold_steps": True}),
@@ -193,7 +202,9 @@ async def test_a_client_that_leaves_at_another_moment(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_clients_that_leave_at_random_moments(pairs: GetPair, transport: str) -> None:
-    """Of 24 requests every other one leaves, at the moment when another one is answered: the rest is right."""
+    """Of 24 requests every other one leaves, at the moment when another one is answered: the rest
+    is right.
+    """
     pair = await pairs(transport)
     all_legs = [start(pair, 30 + 13 * n, 300 + n) for n in range(24)]
     for leaving, staying in zip(all_legs[::2], all_legs[1::2], strict=True):
@@ -206,7 +217,8 @@ async def test_clients_that_leave_at_random_moments(pairs: GetPair, transport: s
 async def test_a_stopped_writer_keeps_the_pages(
     pairs: GetPair, spare: GetSpare, transport: str
 ) -> None:
-    """SIGSTOP of P in the middle of a transfer whose client leaves: P could still write, so D keeps the blocks.
+    """SIGSTOP of P in the middle of a transfer whose client leaves: P could still write, so D keeps
+    the blocks.
 
     They come back after SIGCONT, with P's fence; meanwhile D serves others.
     """
@@ -229,7 +241,9 @@ async def test_a_stopped_writer_keeps_the_pages(
 
 
 async def test_a_stopped_writer_over_tcp_is_shut_out(pairs: GetPair, spare: GetSpare) -> None:
-    """D places the bytes itself: its blocks come back at once, and what P sends later lands nowhere."""
+    """D places the bytes itself: its blocks come back at once, and what P sends later lands
+    nowhere.
+    """
     decode_engine, stopped = (await pairs("tcp")).decode, await spare("tcp")
     pair = Pair(stopped, decode_engine)
     legs = await held_in_the_middle(pair, 610)
@@ -249,7 +263,8 @@ async def test_a_stopped_writer_over_tcp_is_shut_out(pairs: GetPair, spare: GetS
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_killed_prefill_engine(pairs: GetPair, spare: GetSpare, transport: str) -> None:
-    """SIGKILL after some layers: D sees the process go, computes the prompt itself, and the answer is right.
+    """SIGKILL after some layers: D sees the process go, computes the prompt itself, and the answer
+    is right.
 
     The next request that names the dead engine does not wait for it at all.
     """
@@ -269,7 +284,9 @@ async def test_a_killed_prefill_engine(pairs: GetPair, spare: GetSpare, transpor
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_killed_decode_engine(pairs: GetPair, transport: str, tmp_path: Path) -> None:
-    """SIGKILL in the middle of a transfer: the client sees it, P answers its leg, and its blocks come back."""
+    """SIGKILL in the middle of a transfer: the client sees it, P answers its leg, and its blocks
+    come back.
+    """
     prefill = (await pairs(transport)).prefill
     doomed = MockProcess("doomed", EngineOptions("decode", transport), tmp_path)
     async with running(doomed):
@@ -284,7 +301,9 @@ async def test_a_killed_decode_engine(pairs: GetPair, transport: str, tmp_path: 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_prompts_that_differ_are_refused(pairs: GetPair, transport: str) -> None:
-    """P has tokenised the text differently: nothing is written, the refusal is counted, D computes the prompt itself."""
+    """P has tokenised the text differently: nothing is written, the refusal is counted, D computes
+    the prompt itself.
+    """
     pair = await pairs(transport)
     before = (await pair.prefill.status()).counters
     await pair.prefill.faults(tokenise_differently=True)
@@ -332,7 +351,7 @@ async def test_a_refused_leg(pairs: GetPair, transport: str) -> None:
 
 
 async def test_a_lease_ends(pairs: GetPair, tmp_path: Path) -> None:
-    """A D that never asks: P's blocks come back when ``lease_s`` is over, and the end is counted."""
+    """A D that never asks: P's blocks come back when ``lease_s`` is over, and that is counted."""
     decode_engine = (await pairs("tcp")).decode
     prefill = MockProcess("lender", EngineOptions("prefill", "tcp", lease_s=0.3), tmp_path)
     async with running(prefill):

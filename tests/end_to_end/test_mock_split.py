@@ -1,8 +1,8 @@
-"""Two mock engines and no router: whatever is split gives the text of one engine, over every transport and pair of
-tensor-parallel sizes.
+"""Two mock engines and no router: whatever is split gives the text of one engine, over every
+transport and pair of tensor-parallel sizes.
 
-The mock engine's text depends on every byte of KV, so equal texts mean that every page arrived in its place; the planted faults
-at the end show that a wrong page would be seen.
+The mock engine's text depends on every byte of KV, so equal texts mean that every page arrived in
+its place; the planted faults at the end show that a wrong page would be seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
@@ -78,16 +78,25 @@ def alone(prompt: list[int], tokens: int = TOKENS) -> str:
 
 
 async def computed_and_received(pair: Pair) -> tuple[float, float, float]:
-    """(prompt tokens that D has computed, transfers and pages that it has received); per rank the last two."""
+    """(prompt tokens that D has computed, transfers and pages that it has received); per rank the
+    last two.
+    """
     counters = (await pair.decode.status()).counters
     ranks = pair.decode.options.tensor_parallel
     transfers, pages = (counters.get(f"received_{what}", 0) for what in ("transfers", "pages"))
     return counters["prompt_tokens_computed"], transfers / ranks, pages / ranks
 
 
+def transfers_of(pair: Pair) -> list[dict[str, Any]]:
+    """P's record of every transfer."""
+    log = Path(pair.prefill.options.env["SPLITSERVE_TRANSFER_LOG"])
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 async def test_lengths(pairs: GetPair, variant: str) -> None:
-    """Around block multiples and over several steps: every page is sent, D computes the last prompt token only.
+    """Around block multiples and over several steps: every page is sent, D computes the last prompt
+    token only.
 
     A prompt of one token is computed by D itself.
     """
@@ -191,7 +200,9 @@ async def test_a_grant_may_come_while_layers_are_computed(pairs: GetPair, varian
 async def test_a_beginning_shared_within_one_step_is_sent_when_it_is_computed(
     pairs: GetPair, variant: str
 ) -> None:
-    """The second of two requests finds the first one's blocks in the cache before they are filled: they are no old news."""
+    """The second of two requests finds the first one's blocks in the cache before they are filled:
+    they are no old news.
+    """
     pair = await pairs(variant)
     base = prompt_of(96, start=3300)
     prompts = [[*base, 1, 2, 3], [*base, 4, 5, 6]]
@@ -224,8 +235,7 @@ async def test_pages_leave_while_the_prompt_is_computed(pairs: GetPair, variant:
     await pair.prefill.faults()
     (_, _), (_, answer) = await asyncio.gather(*asking)
     assert answer["choices"][0]["text"] == alone(prompt)
-    log = Path(pair.prefill.options.env["SPLITSERVE_TRANSFER_LOG"]).read_text().splitlines()
-    (record,) = [r for r in map(json.loads, log) if r["transfer_id"] == transfer_id]
+    (record,) = [r for r in transfers_of(pair) if r["transfer_id"] == transfer_id]
     assert record["first_write"] < record["last_layer"]
 
 
@@ -252,7 +262,9 @@ async def test_streams_and_chats(pairs: GetPair, variant: str) -> None:
 
 
 async def test_planted_faults_are_seen(tmp_path: Path) -> None:
-    """Swapped pages, a page of zeros, a page in another layer: each gives another text; without a fault it is right."""
+    """Swapped pages, a page of zeros, a page in another layer: each gives another text; without a
+    fault it is right.
+    """
     fault = tmp_path / "fault"
     fault.write_text("none")
     env = {

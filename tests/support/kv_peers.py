@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
-from support.kv_rank import DEADLINE_S, SECRET, KvRank
 
 from splitserve.kv_transfer import messages
 from splitserve.kv_transfer.channel import dial, listen, mac
 from splitserve.kv_transfer.process_identity import identity_of, own_identity
 from splitserve.kv_transfer.sending_side import HELLO_PURPOSE
+from support.kv_rank import DEADLINE_S, SECRET, KvRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -136,9 +136,7 @@ class KvRank:
         With ``layers`` only so many layers run, and the step does not end.
         """
         progress = SendProgress(transfer_id, tuple(source_blocks), before, after)
-        self.thread.begin_step(
-            StepOrders(opens=opens, progress=(progress,), preempted=preempted)
-        )
+        self.thread.begin_step(StepOrders(opens=opens, progress=(progress,), preempted=preempted))
         for layer in range(self.layout.layers if layers is None else layers):
             self.thread.layer_done(layer)
         if layers is None:

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+
 from support.kv_rank import KvRank, opened, until
 
 PROMPT = list(range(8))

@@ -1,4 +1,6 @@
-"""Mock engines as processes of their own, and a pair of them driven without a router: the test sends both legs itself."""
+"""Mock engines as processes of their own, and a pair of them driven without a router: the test
+sends both legs itself.
+"""
 
 from __future__ import annotations
 

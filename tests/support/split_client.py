@@ -5,6 +5,7 @@ holds.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,17 @@ class Split:
         assert status is not None, up.story()
         self.url = str(status["url"]).removesuffix("/v1")
         self.transfer_log = transfer_log
-        self.key = self._engine_key()
 
-    def _engine_key(self) -> str:
+    def _key_of(self, engine_url: str) -> dict[str, str]:
+        """The header that this engine asks for; the key is known to its process and its agent."""
+        port = engine_url.rsplit(":", 1)[1]
         for process in self.up.processes():
             try:
-                if "--served-model-name" in process.cmdline():
-                    return process.environ()["VLLM_API_KEY"]
+                if ["--port", port] in pairs(process.cmdline()):
+                    return {"Authorization": f"Bearer {process.environ()['VLLM_API_KEY']}"}
             except psutil.Error:
                 continue
-        raise AssertionError("no engine process found")
+        raise AssertionError(f"no engine process for {engine_url}")
 
     async def nodes(self) -> dict[str, Any]:
         """The router's view of its nodes."""
@@ -43,13 +45,10 @@ class Split:
         return found
 
     async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self.admin_token}"} if self.admin_token else {}
-        async with session.get(self.url + path, headers=headers) as answer:
+        async with session.get(self.url + path) as answer:
             assert answer.status == 200, await answer.text()
             found: dict[str, Any] = await answer.json()
         return found
-
-    admin_token: str = ""
 
     async def ask(
         self, session: aiohttp.ClientSession, prompt: list[int], tokens: int
@@ -75,7 +74,7 @@ class Split:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        headers = {"Authorization": f"Bearer {self.key}"}
+        headers = self._key_of(url) if url != self.url else {}
         limit = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         async with session.post(
             url + "/v1/completions", json=body, headers=headers, timeout=limit
@@ -87,9 +86,9 @@ class Split:
     async def forget_prefixes(self, session: aiohttp.ClientSession) -> None:
         """Empty the prefix cache of every engine."""
         for node in (await self.nodes()).values():
-            headers = {"Authorization": f"Bearer {self.key}"}
+            url = node["engine_url"]
             async with session.post(
-                node["engine_url"] + "/reset_prefix_cache", headers=headers
+                url + "/reset_prefix_cache", headers=self._key_of(url)
             ) as answer:
                 assert answer.status == 200, await answer.text()
 
@@ -145,3 +144,8 @@ def stop_split(split: Split) -> None:
         split.up.close()
 
 
+
+
+def pairs(words: list[str]) -> list[list[str]]:
+    """Each word with the one behind it."""
+    return [list(pair) for pair in itertools.pairwise(words)]

@@ -1,21 +1,27 @@
-"""The mock engine's KV blocks: who uses them, and which full blocks can serve another prompt with the same beginning.
+"""The mock engine's KV blocks: who uses them, and which full blocks can serve another prompt with
+the same beginning.
 
-As in vLLM: block 0 is the null block; a block nobody uses keeps its content, and its hash, until it is taken for
-something else, longest unused first. A block is offered to others from the moment it is *planned* to be full, which is
-before the step that fills it.
+As in vLLM: block 0 is the null block; a block nobody uses keeps its content, and its hash, until it
+is taken for something else, longest unused first. A block is offered to others from the moment it
+is *planned* to be full, which is before the step that fills it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class BlockPool:
-    """All blocks of an engine. Changed by the scheduler only; ``free_blocks`` may be read by other threads."""
+    """All blocks of an engine. Changed by the scheduler only; ``free_blocks`` may be read by other
+    threads.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.total_blocks = blocks
@@ -40,7 +46,9 @@ class BlockPool:
         return found
 
     def take(self, shared: Sequence[int], fresh: int) -> list[int] | None:
-        """``shared`` blocks with one more user each, and ``fresh`` new ones; None when there are too few."""
+        """``shared`` blocks with one more user each, and ``fresh`` new ones; None when there are
+        too few.
+        """
         revived = sum(not self._users[block] for block in shared)
         if fresh + revived > len(self._free):
             return None

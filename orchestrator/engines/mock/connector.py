@@ -1,14 +1,15 @@
-"""The mock engine's KV connector: the product's own pieces behind the scheduler's hooks and the forward pass.
+"""The mock engine's KV connector: the product's own pieces behind the scheduler's hooks and the
+forward pass.
 
-What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in one process: the same decisions (``Prefills``,
-``Reservations``), the same endpoint for the agent, and one real ``TransferThread`` per tensor-parallel rank.
+What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in one process: the same
+decisions (``Prefills``, ``Reservations``), the same endpoint for the agent, and one real
+``TransferThread`` per tensor-parallel rank.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from splitserve.decode_node.reservations import Reservations
@@ -20,6 +21,8 @@ from splitserve.kv_transfer.transfer_thread import TransferThread
 from splitserve.prefill_node.prefills import Prefills
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.orchestrator.engines.mock.model import KvMemory
     from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
     from splitserve.orchestrator.engines.vllm.connector_config import ConnectorConfig
@@ -67,7 +70,9 @@ class NoConnector:
 
 
 class Connector:
-    """Both halves. ``start`` and the rest are called by the engine's loop; the endpoint's thread reads ``_status``."""
+    """Both halves. ``start`` and the rest are called by the engine's loop; the endpoint's thread
+    reads ``_status``.
+    """
 
     def __init__(
         self,
@@ -234,7 +239,9 @@ class Connector:
 
 
 class RankReports:
-    """Joins what the ranks report: a request is finished when every rank has said so, and failed when one has."""
+    """Joins what the ranks report: a request is finished when every rank has said so, and failed
+    when one has.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -1,20 +1,22 @@
-"""The mock engine's loop: schedule, compute layer by layer, report; one asyncio task that does all of it.
+"""The mock engine's loop: schedule, compute layer by layer, report; one asyncio task that does all
+of it.
 
-As in vLLM, requests come in and are aborted only between steps, a step without work still carries the connector's orders, and an
-engine with open transfers keeps stepping, a short nap apart.
+As in vLLM, requests come in and are aborted only between steps, a step without work still carries
+the connector's orders, and an engine with open transfers keeps stepping, a short nap apart.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.engines.mock.scheduler import Request, Status, StepPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.orchestrator.engines.mock.connector import Connector, NoConnector
     from splitserve.orchestrator.engines.mock.faults import FaultBox
     from splitserve.orchestrator.engines.mock.model import KvMemory, MockModel, States

@@ -1,6 +1,8 @@
-"""Faults on demand, for tests: read and set over HTTP while the engine runs, when it was started with ``--enable-faults``.
+"""Faults on demand, for tests: read and set over HTTP while the engine runs, when it was started
+with ``--enable-faults``.
 
-Nothing here sleeps: a held engine waits until a test lets it go, so a test decides the order of events and no clock does.
+Nothing here sleeps: a held engine waits until a test lets it go, so a test decides the order of
+events and no clock does.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     die_at_layer: int | None = None
     """SIGKILL when a step is about to compute this layer."""
     hold_after_tokens: int | None = None
-    """Answers stop after so many tokens: the engine takes no step once a running request has them."""
+    """Answers stop after so many tokens: the engine takes no step once a running request has them.
+    """
     tokenise_differently: bool = False
     """Prompts given as text get one more token than the tokenizer says."""
 

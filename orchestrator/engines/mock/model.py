@@ -1,12 +1,16 @@
-"""What the mock engine computes instead of a model: KV that can be checked, and answers that depend on every byte of it.
+"""What the mock engine computes instead of a model: KV that can be checked, and answers that depend
+on every byte of it.
 
-* The KV of (layer, head, position) follows from the tokens up to that position, so that two engines which hold the same prompt
-  hold the same bytes, and pages of another prompt, block, layer or head differ.
-* The next token is a hash over the KV of all tokens so far, *read from memory* through the request's block table, in layer,
-  head and position order. One page that is missing, stale, swapped or belongs to another layer changes the answer.
+* The KV of (layer, head, position) follows from the tokens up to that position, so that two engines
+  which hold the same prompt hold the same bytes, and pages of another prompt, block, layer or head
+  differ.
+* The next token is a hash over the KV of all tokens so far, *read from memory* through the
+  request's block table, in layer, head and position order. One page that is missing, stale, swapped
+  or belongs to another layer changes the answer.
 
-The KV memory is laid out as vLLM's ``LBHNC``: ``[layers, blocks, heads, tokens, bytes]``, one array per tensor-parallel rank with
-that rank's heads. The hash goes over heads in their global order, so the answer does not depend on the number of ranks.
+The KV memory is laid out as vLLM's ``LBHNC``: ``[layers, blocks, heads, tokens, bytes]``, one array
+per tensor-parallel rank with that rank's heads. The hash goes over heads in their global order, so
+the answer does not depend on the number of ranks.
 
 What it does not know: requests. Time passes only where the engine waits.
 """
@@ -14,9 +18,9 @@ What it does not know: requests. Time passes only where the engine waits.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +28,9 @@ import numpy.typing as npt
 from splitserve.kv_transfer.layout import PageLayout
 from splitserve.kv_transfer.transports.base import Region
 from splitserve.orchestrator.engines.mock.tokenizer import END, PRINTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WORD_BYTES = 8
 END_ONE_IN = 256
@@ -108,7 +115,9 @@ class MockModel:
     def write(
         self, memory: KvMemory, layer: int, states: States, first: int, block_ids: Sequence[int]
     ) -> None:
-        """The KV of the tokens from position ``first`` on, whose states are given, is in ``memory``."""
+        """The KV of the tokens from position ``first`` on, whose states are given, is in
+        ``memory``.
+        """
         positions = np.arange(first, first + len(states))
         blocks = np.asarray(block_ids)[positions // self.shape.block_tokens]
         heads = slice(memory.first_head, memory.first_head + memory.heads)
@@ -120,7 +129,7 @@ class MockModel:
     def next_token(
         self, memories: Sequence[KvMemory], block_ids: Sequence[int], tokens: int
     ) -> int:
-        """The token that follows ``tokens`` tokens, from their KV as it is in the ranks' memories."""
+        """The token that follows ``tokens`` tokens, from their KV as the ranks hold it."""
         blocks = np.asarray(block_ids[: -(-tokens // self.shape.block_tokens)])
         digest = blake2b(digest_size=8)
         for memory in memories:
@@ -135,7 +144,9 @@ class MockModel:
 
 
 def reference_answer(model: MockModel, prompt: Sequence[int], tokens: int) -> list[int]:
-    """The first ``tokens`` tokens of the answer to ``prompt``, from fresh memory and without an engine."""
+    """The first ``tokens`` tokens of the answer to ``prompt``, from fresh memory and without an
+    engine.
+    """
     shape = model.shape
     blocks = -(-(len(prompt) + tokens) // shape.block_tokens)
     memory = KvMemory(shape, rank=0, tensor_parallel=1, blocks=blocks + 1)

@@ -1,4 +1,6 @@
-"""The OpenAI requests that the mock engine reads, and the JSON it answers with, in the shapes of vLLM 0.32."""
+"""The OpenAI requests that the mock engine reads, and the JSON it answers with, in the shapes of
+vLLM 0.32.
+"""
 
 from __future__ import annotations
 

@@ -1,20 +1,22 @@
-"""Continuous batching as vLLM does it, small and pure: blocks, prefix cache, chunked prefill, preemption, and the connector's hooks.
+"""Continuous batching as vLLM does it, small and pure: blocks, prefix cache, chunked prefill,
+preemption, and the connector's hooks.
 
 The contract with the hooks is vLLM's, so what holds here holds there:
 
-* ``wanted_tokens`` may be asked often; when it answers more than 0 the request gets its blocks at once, is *parked*, and is not
-  computed until it is reported as received. Its blocks are offered to other prompts only after that.
+* ``wanted_tokens`` may be asked often; when it answers more than 0 the request gets its blocks at
+  once, is *parked*, and is not computed until it is reported as received. Its blocks are offered to
+  other prompts only after that.
 * An aborted request that is parked keeps its blocks until it is reported.
 * ``finished`` answers whether a request's blocks stay until it is reported as sent.
 * A report that nobody waits for is an ``AssertionError``: in vLLM it ends the engine.
 
-What it does not know: time, memory, the text. The engine runs the plan and reports what was sampled.
+What it does not know: time, memory, the text. The engine runs the plan and reports what was
+sampled.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +25,8 @@ from splitserve.orchestrator.engines.mock.blocks import BlockPool, block_hashes
 from splitserve.orchestrator.engines.mock.tokenizer import END
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from splitserve.kv_transfer.orders import TransferResults
 
 
@@ -156,7 +160,9 @@ class Scheduler:
         self._hooks.arrived(request)
 
     def abort(self, request: Request) -> None:
-        """The request ends; its blocks are free, or will be when its transfer is reported. Ended ones are ignored."""
+        """The request ends; its blocks are free, or will be when its transfer is reported. Ended
+        ones are ignored.
+        """
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:
@@ -195,14 +201,16 @@ class Scheduler:
         preempted: list[str] = []
         budget = self._step_limit_tokens
         for request in list(self._running):
-            if request.status is not Status.RUNNING or not budget:
+            if request.id in preempted or not budget:
                 continue
             tokens = min(request.length - request.computed, budget)
-            while request.status is Status.RUNNING and not self._grow(request, tokens):
+            while not self._grow(request, tokens):
                 victim = self._running.pop()
                 self._preempt(victim)
                 preempted.append(victim.id)
-            if request.status is Status.RUNNING:
+                if victim is request:
+                    break
+            else:
                 chunks.append(self._planned(request, tokens))
                 budget -= tokens
         if not preempted:
@@ -240,7 +248,9 @@ class Scheduler:
     def update(
         self, plan: StepPlan, sampled: Mapping[str, int], results: TransferResults
     ) -> list[Progress]:
-        """The step has run: ``sampled`` holds the new token of each request whose chunk ``samples``."""
+        """The step has run: ``sampled`` holds the new token of each request whose chunk
+        ``samples``.
+        """
         progress = []
         for chunk in plan.chunks:
             request = chunk.request
@@ -264,7 +274,9 @@ class Scheduler:
     # -- inside --------------------------------------------------------------------------------
 
     def _cached_blocks(self, request: Request) -> list[int]:
-        """Blocks that hold the request's beginning already; never its last token, which must be computed."""
+        """Blocks that hold the request's beginning already; never its last token, which must be
+        computed.
+        """
         if not self._prefix_caching:
             return []
         usable = (request.length - 1) // self._block_tokens
@@ -274,7 +286,9 @@ class Scheduler:
         return block_hashes(request.tokens, self._block_tokens, request.salt)
 
     def _grow(self, request: Request, tokens: int, shared: Sequence[int] = ()) -> bool:
-        """Give the request blocks for ``tokens`` more; False, and nothing changed, when there are too few."""
+        """Give the request blocks for ``tokens`` more; False, and nothing changed, when there are
+        too few.
+        """
         needed = -(-(request.computed + tokens) // self._block_tokens)
         taken = self.pool.take(shared, max(0, needed - len(request.blocks) - len(shared)))
         if taken is None:

@@ -1,8 +1,10 @@
-"""``python -m splitserve.orchestrator.engines.mock.server``: an engine without a model, with vLLM's flags and HTTP surface.
+"""``python -m splitserve.orchestrator.engines.mock.server``: an engine without a model, with vLLM's
+flags and HTTP surface.
 
-It moves real bytes through the product's own transfer threads, and its answers depend on every byte of KV (see ``model``), so a
-test that runs it in a split learns whether each page arrived where it belongs. It needs neither torch nor vLLM and is ready in
-about a second. ``VLLM_API_KEY`` is the key it asks for, ``SPLITSERVE_SECRET`` the cluster secret.
+It moves real bytes through the product's own transfer threads, and its answers depend on every byte
+of KV (see ``model``), so a test that runs it in a split learns whether each page arrived where it
+belongs. It needs neither torch nor vLLM and is ready in about a second. ``VLLM_API_KEY`` is the key
+it asks for, ``SPLITSERVE_SECRET`` the cluster secret.
 """
 
 from __future__ import annotations

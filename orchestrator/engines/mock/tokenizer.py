@@ -1,13 +1,16 @@
 """The mock engine's tokenizer: one token per byte, and a chat template of one line per message.
 
-Token ids 0 to 255 are bytes; ``END`` ends an answer and has no text. Prompts of ids may use the whole vocabulary. An answer's
-tokens are printable ASCII, so an answer that is sent back as a prompt gives the same ids again.
+Token ids 0 to 255 are bytes; ``END`` ends an answer and has no text. Prompts of ids may use the
+whole vocabulary. An answer's tokens are printable ASCII, so an answer that is sent back as a prompt
+gives the same ids again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 VOCABULARY = 512
 END = 256

@@ -72,6 +72,8 @@ def test_who_knows_the_secret_is_heard(
     assert dealer.recv() == b"answer"
     with pytest.raises(OSError, match=f"cannot listen on {address}"):
         listen(context, address, SECRET)
+    router.close()
+    dealer.close()
 
 
 def test_what_is_no_address_raises(context: zmq.Context[Any]) -> None:

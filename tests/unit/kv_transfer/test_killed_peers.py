@@ -16,7 +16,7 @@ from support.kv_rank_program import PROMPT, SOURCE, TARGET
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NOTICED_S = 2.0
+NOTICED_S = 10.0
 """Far below every deadline and silence: the pidfd and the broken connection tell."""
 
 

@@ -66,20 +66,19 @@ def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
     assert layout().blocks_for(tokens) == blocks
 
 
-@given(
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 5)
-)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 5))
 def test_every_head_is_copied_once(
     ours: int, theirs: int, our_blocks: int, their_blocks: int
 ) -> None:
-    """Over all pairs of ranks, each head of each page of a remote rank gets the same head's bytes."""
+    """Over all pairs of ranks, each head of a remote rank's page gets the same head's bytes."""
     senders = [rank_of(ours, r, base=10_000 * (r + 1), blocks=our_blocks) for r in range(ours)]
     for rank in range(theirs):
         target = rank_of(theirs, rank, base=200_000 * (rank + 1), blocks=their_blocks)
         found: dict[int, int] = {}
         pairs = [s for s in senders if shares_heads(s, target)]
         assert all(
-            ranks_sharing_heads(rank_of(theirs, 0, base=1, blocks=1), theirs, s) >= 1 for s in senders
+            ranks_sharing_heads(rank_of(theirs, 0, base=1, blocks=1), theirs, s) >= 1
+            for s in senders
         )
         for source in pairs:
             pairing = pair(source, target)

@@ -44,11 +44,14 @@ class Prefill(FakePrefill):
 
 
 @pytest.fixture
-def d(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> Iterator[KvRank]:
-    """A decode rank that pings and asks for fences often."""
+def d(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[KvRank]:
+    """A decode rank that asks for fences often; a parameter is how long it bears silence, in s."""
     monkeypatch.setattr(receiving_side, "PING_INTERVAL_S", 0.05)
     monkeypatch.setattr(receiving_side, "FENCE_INTERVAL_S", 0.05)
-    rank = KvRank("D", free_port(), transport="local", peer_silence_s=2.0, deadline_s=1000.0)
+    silence_s = getattr(request, "param", 60.0)
+    rank = KvRank("D", free_port(), transport="local", peer_silence_s=silence_s, deadline_s=1000.0)
     rank.thread.start()
     yield rank
     rank.thread.stop()
@@ -193,6 +196,7 @@ def test_another_engines_fence_is_no_fence(d: KvRank, p: Prefill) -> None:
     new.close()
 
 
+@pytest.mark.parametrize("d", [1.0], indirect=True)
 def test_turned_away_is_no_fence(d: KvRank, p: Prefill) -> None:
     """A peer that ends the introduction is greeted again and asked for the fence."""
     request = d.receive("t", PROMPT, BLOCKS, p.rank)
@@ -217,9 +221,9 @@ def test_the_death_of_the_writers_process_is_a_fence(d: KvRank, p: Prefill) -> N
     p.meet(process=sleeper.identity)
     p.expect(messages.Grant)
     sleeper.kill()
-    until(lambda: d.has_received(request), "settled", 1.0)
+    until(lambda: d.has_received(request), "settled")
     late = d.receive("u", PROMPT, [9], p.rank)
-    until(lambda: d.has_received(late), "a dead engine is not asked", 1.0)
+    until(lambda: d.has_received(late), "a dead engine is not asked")
     assert d.failed == {request, late}
 
 
@@ -240,6 +244,7 @@ def test_the_old_process_is_watched_after_a_restart(d: KvRank, p: Prefill) -> No
     successor.close()
 
 
+@pytest.mark.parametrize("d", [1.0], indirect=True)
 def test_a_silent_prefill_rank_is_called_anew(d: KvRank, p: Prefill) -> None:
     """A peer that is connected and says nothing ends the wait before the deadline does."""
     request = d.receive("t", PROMPT, BLOCKS, p.rank)
@@ -248,7 +253,7 @@ def test_a_silent_prefill_rank_is_called_anew(d: KvRank, p: Prefill) -> None:
     p.expect(messages.Hello)
     assert_open(d, request)
     p.welcome(p.rank, transport="local")
-    assert "silent for 2 s" in p.expect(messages.Cancel).reason
+    assert "silent for 1 s" in p.expect(messages.Cancel).reason
     p.fence(grant)
     until(lambda: d.has_received(request), "settled")
     assert d.failed == {request}
@@ -262,6 +267,7 @@ def test_a_decline_waits_for_the_introduction(d: KvRank, p: Prefill) -> None:
     assert (told.transfer_id, told.attempt, told.reason) == ("t", 3, "cached")
 
 
+@pytest.mark.parametrize("d", [1.0], indirect=True)
 def test_connections_are_bounded_and_unwanted_ones_hung_up(
     d: KvRank, p: Prefill, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +282,7 @@ def test_connections_are_bounded_and_unwanted_ones_hung_up(
     def is_called() -> bool:
         d.receive("t", PROMPT, BLOCKS, p.rank, attempt=next(attempts))
         d.collect()
-        return d.thread.counters()["open_receives"] == 1
+        return d.thread.counters()["open_receives"] >= 1
 
     until(is_called, "room")
     p.meet()

@@ -68,9 +68,10 @@ class Decode(FakeDecode):
 
 
 @pytest.fixture
-def p(free_port: Callable[[], int]) -> Iterator[KvRank]:
-    """A prefill rank."""
-    rank = KvRank("P", free_port(), stream_min_bytes=1, peer_silence_s=1.0)
+def p(free_port: Callable[[], int], request: pytest.FixtureRequest) -> Iterator[KvRank]:
+    """A prefill rank; a parameter is how long it bears silence, in seconds."""
+    silence_s = getattr(request, "param", 60.0)
+    rank = KvRank("P", free_port(), stream_min_bytes=1, peer_silence_s=silence_s)
     rank.fill(1)
     rank.thread.start()
     yield rank
@@ -218,6 +219,7 @@ def test_a_write_that_the_peer_refuses_fences_the_transfer(p: KvRank, d: Decode)
     assert_alive(p, d)
 
 
+@pytest.mark.parametrize("p", [1.0], indirect=True)
 def test_a_silent_peer_is_given_up_and_may_come_back(p: KvRank, d: Decode) -> None:
     """A decode rank that says nothing is told so; its transfer is fenced, its blocks are free."""
     d.introduce()
@@ -232,6 +234,7 @@ def test_a_silent_peer_is_given_up_and_may_come_back(p: KvRank, d: Decode) -> No
     assert_alive(p, d)
 
 
+@pytest.mark.parametrize("p", [1.0], indirect=True)
 def test_a_peer_that_stops_reading_is_given_up(p: KvRank, d: Decode) -> None:
     """Writes that never end do not hold the source for ever, though the peer says it lives."""
     d.introduce()
@@ -258,7 +261,7 @@ def test_the_death_of_the_peers_process_is_noticed_at_once(
     p.step("t", BLOCKS, 0, 2, opens=(opened("t", PROMPT),))
     p.close("t")
     sleeper.kill()
-    assert "process is gone" in d.expect(messages.Fenced, 0.9).reason
+    assert "process is gone" in d.expect(messages.Fenced).reason
     until(lambda: p.has_sent("p-t"), "released")
     other = Decode(p.address, free_port(), "E")
     other.introduce(process=sleeper.identity)

@@ -95,6 +95,23 @@ def test_chunks_and_a_late_grant(pair: tuple[KvRank, KvRank]) -> None:
     assert p.thread.counters()["sent_pages"] == 4 * 6
 
 
+def test_a_step_without_the_request_does_not_hold_its_pages(
+    make_rank: Callable[..., KvRank],
+) -> None:
+    """Small pieces wait for the end of a step that computes them, not of one that does not."""
+    p, d = make_rank("P", seed=1, stream_min_bytes=1 << 30), make_rank("D", seed=2)
+    p.step("t", SOURCE[:3], 0, 2, opens=(opened("t", PROMPT),))
+    p.open("other", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, p)
+    until(
+        lambda: np.array_equal(p.pages[:, SOURCE[:2]], d.pages[:, TARGET[:2]]),
+        "the first blocks have arrived",
+    )
+    p.step("t", SOURCE, 2, 6)
+    until(lambda: d.has_received(request), "landed")
+    assert_landed(p, d)
+
+
 def test_an_early_grant_waits_for_its_request(pair: tuple[KvRank, KvRank]) -> None:
     """A grant may come before the prefill leg; D's own prefix is not sent."""
     p, d = pair
@@ -425,7 +442,7 @@ def test_an_address_in_use_raises_at_start(make_rank: Callable[..., KvRank]) -> 
     """A rank that peers could not reach does not start, and says which address is taken."""
     p = make_rank("P")
     second = KvRank("Q", int(p.address.rsplit(":", 1)[1]))
-    with pytest.raises(TransferThreadError, match="cannot listen on tcp://127.0.0.1"):
+    with pytest.raises(TransferThreadError, match=r"cannot listen on tcp://127\.0\.0\.1"):
         second.thread.start()
     with pytest.raises(TransferThreadError):
         second.thread.take_results()

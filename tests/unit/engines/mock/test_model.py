@@ -104,7 +104,9 @@ def test_prompts_and_seeds_give_other_answers() -> None:
 
 
 def test_ranks_of_other_sizes_hold_the_same_bytes() -> None:
-    """The pages of one rank of two, copied as the product pairs layouts, are those of the only rank."""
+    """The pages of one rank of two, copied as the product pairs layouts, are those of the only
+    rank.
+    """
     halves, whole = computed(ranks=2), computed(ranks=1)
     target = whole.memories[0]
     wanted = target.bytes.copy()

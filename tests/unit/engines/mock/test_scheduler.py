@@ -122,7 +122,9 @@ def test_salts_do_not_share(world: World) -> None:
 
 
 def test_a_parked_request_waits_for_its_report(world: World) -> None:
-    """Blocks at once, no computing; after the report only the last token is computed, and the blocks are shared."""
+    """Blocks at once, no computing; after the report only the last token is computed, and the
+    blocks are shared.
+    """
     world.hooks.wants = {"a"}
     world.add("a", 8)
     assert spans(world.step()) == []
@@ -210,7 +212,9 @@ def test_a_report_comes_once(world: World) -> None:
 
 
 def test_the_latest_request_is_preempted(world: World) -> None:
-    """When blocks run out the last one gives its back, and is computed again later, answer included."""
+    """When blocks run out the last one gives its back, and is computed again later, answer
+    included.
+    """
     a = world.add("a", 16, max_tokens=20)
     b = world.add("b", 16, max_tokens=20, start=200)
     preempted: list[str] = []
