@@ -119,8 +119,9 @@ class EngineProcess:
         self._guard_ended.set()
 
     def _on_output(self) -> None:
-        data = self._output.read(_READ_BYTES)
-        if data is None:
+        try:
+            data = os.read(self._output.fileno(), _READ_BYTES)
+        except BlockingIOError:
             return
         if not data:
             self._loop.remove_reader(self._output.fileno())

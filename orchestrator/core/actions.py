@@ -310,7 +310,8 @@ class Actions:
         return effects
 
     def _abandon_transfer(self, request: Request, reason: str) -> list[Effect]:
-        """Nobody may fetch what the prefill node computed: it need not hold it until its lease ends.
+        """Nobody may fetch what the prefill node computed: it need not hold it until its lease
+        ends.
 
         Cancelling the leg is not enough: it may have been answered, and then only the transfer is
         left.

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import openai
@@ -19,6 +17,10 @@ import psutil
 import pytest
 from support.split_client import Split, start_split, stop_split
 from support.up_process import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 from support.split_client import start_split, stop_split
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import psutil
+
 from support.up_process import UpProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 REQUEST_LIMIT_S = 120.0
 
@@ -142,8 +145,6 @@ def stop_split(split: Split) -> None:
         split.up.wait_until_nothing_is_left(5)
     finally:
         split.up.close()
-
-
 
 
 def pairs(words: list[str]) -> list[list[str]]:

@@ -1,9 +1,12 @@
-"""The class that vLLM loads: splitserve's KV connector, one instance in the scheduler and one in each worker.
+"""The class that vLLM loads: splitserve's KV connector, one instance in the scheduler and one in
+each worker.
 
-Loaded through ``kv_connector_module_path``. vLLM imports this module in its API server too, so nothing heavy is imported at the top.
-The role of a request (prefill leg, decode leg, neither) comes with the request; one engine can serve all three at once. vLLM's hard
-rules for connectors are asserts in its engine loop: a request id is reported as sent or received exactly once, and only when vLLM
-waits for it. ``Prefills``, ``Reservations`` and the transfer thread keep these rules; this class only translates.
+Loaded through ``kv_connector_module_path``. vLLM imports this module in its API server too, so
+nothing heavy is imported at the top. The role of a request (prefill leg, decode leg, neither) comes
+with the request; one engine can serve all three at once. vLLM's hard rules for connectors are
+asserts in its engine loop: a request id is reported as sent or received exactly once, and only when
+vLLM waits for it. ``Prefills``, ``Reservations`` and the transfer thread keep these rules; this
+class only translates.
 """
 
 from __future__ import annotations
@@ -20,8 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from splitserve.kv_transfer.orders import StepOrders
-
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from splitserve.kv_transfer.orders import StepOrders
     from splitserve.orchestrator.engines.vllm.scheduler_half import SchedulerHalf
     from splitserve.orchestrator.engines.vllm.worker_half import WorkerHalf
 
@@ -171,13 +173,17 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: a request is scheduled only when all of its pages are in place."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
     ) -> None:
         """A layer's KV of this step is in the cache."""
         self._worker_half.layer_done(layer_name, kv_layer)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over. Does not wait: blocks are kept until their pages are written."""
+        """The forward pass is over. Does not wait: blocks stay until their pages are written."""
         self._worker_half.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

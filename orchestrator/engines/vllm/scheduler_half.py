@@ -1,4 +1,6 @@
-"""The connector in vLLM's scheduler: which requests are legs, what the workers are told, and the agent's endpoint."""
+"""The connector in vLLM's scheduler: which requests are legs, what the workers are told, and the
+agent's endpoint.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,11 @@ class SchedulerHalf:
         digest = prompt_hash(request.prompt_token_ids, _extras(request))
         side = self._prefills if params.role == "prefill" else self._reservations
         if not side.arrived(request.request_id, params, request.num_prompt_tokens, digest):
-            logger.warning("request %s repeats transfer %s: it is computed here", request.request_id,
-                           params.transfer_id)  # fmt: skip
+            logger.warning(
+                "request %s repeats transfer %s: it is computed here",
+                request.request_id,
+                params.transfer_id,
+            )
 
     def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
         """Prompt tokens that should come from the prefill node."""
@@ -83,9 +88,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The request has blocks."""
-        self._reservations.reserved(
-            request.request_id, blocks.get_block_ids()[0], external_tokens
-        )
+        self._reservations.reserved(request.request_id, blocks.get_block_ids()[0], external_tokens)
 
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         """Everything the workers must know before this step."""
@@ -127,7 +130,7 @@ class SchedulerHalf:
         self._prefills.released(output.finished_sending or set())
         meta = output.kv_connector_worker_meta
         if meta is not None:
-            self._counters_by_rank = {**self._counters_by_rank, **meta.by_rank}  # type: ignore[attr-defined]
+            self._counters_by_rank = {**self._counters_by_rank, **meta.by_rank}
 
     def finished(self, request: Request, blocks: int) -> bool:
         """The engine is done with the request. True when its blocks are still read for a peer."""
@@ -157,7 +160,9 @@ class SchedulerHalf:
             return None
 
     def _status(self) -> EngineStatus:
-        """Read by the endpoint's thread: single reads of values that the scheduler thread replaces."""
+        """Read by the endpoint's thread: single reads of values that the scheduler thread
+        replaces.
+        """
         live = len(self._live)
         running = min(self._running, live)
         counters: dict[str, float] = dict(self._own_counters)

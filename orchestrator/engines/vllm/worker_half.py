@@ -1,4 +1,6 @@
-"""The connector in a vLLM worker: describing its KV memory and driving the rank's transfer thread from the hooks."""
+"""The connector in a vLLM worker: describing its KV memory and driving the rank's transfer thread
+from the hooks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class WorkerHalf:
         self.rank: int = 0
 
     def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe the KV memory and start the transfer thread. Raises when peers could not reach it."""
+        """Describe the KV memory and start the transfer thread. Raises when peers could not reach
+        it.
+        """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         self.rank = get_tensor_model_parallel_rank()
@@ -101,7 +105,8 @@ class WorkerHalf:
 def _describe(
     views: list[torch.Tensor], num_blocks: int, rank: int, total_heads: int
 ) -> PageLayout:
-    """The page layout of ``views``, each ``[blocks, heads, tokens, channels]`` with contiguous pages.
+    """The page layout of ``views``, each ``[blocks, heads, tokens, channels]`` with contiguous
+    pages.
 
     Raises ``UnsupportedEngineError`` for any other memory layout.
     """
@@ -109,15 +114,15 @@ def _describe(
     blocks, heads, tokens, channels = first.shape
     if blocks != num_blocks:
         raise UnsupportedEngineError(
-            f"the attention backend splits the engine's {num_blocks} blocks into {blocks}; choose a block_size that "
-            "it takes whole"
+            f"the attention backend splits the engine's {num_blocks} blocks into {blocks}; choose "
+            "a block_size that it takes whole"
         )
     expected = (tokens * channels, channels, 1)
     for view in views:
         if view.shape != first.shape or view.stride() != (first.stride(0), *expected):
             raise UnsupportedEngineError(
-                f"KV pages of shape {tuple(view.shape)} and strides {view.stride()} are not contiguous by heads (layout "
-                "LBHNC); the attention backend does not support splitting"
+                f"KV pages of shape {tuple(view.shape)} and strides {view.stride()} are not "
+                "contiguous by heads (layout LBHNC); this attention backend cannot be split"
             )
     item = first.element_size()
     return PageLayout(
@@ -138,4 +143,5 @@ def _recorded(tensor: torch.Tensor) -> WhenReady:
 
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
-    return event.synchronize
+    wait: WhenReady = event.synchronize
+    return wait

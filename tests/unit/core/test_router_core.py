@@ -84,7 +84,9 @@ def test_a_prefill_leg_that_fails_after_the_first_token_is_nobodys_business() ->
 
 
 def test_a_decode_leg_that_fails_early_is_tried_on_another_node() -> None:
-    """Both legs are cancelled and the transfer is given up; the next attempt has its own transfer id; old news are ignored."""
+    """Both legs are cancelled and the transfer is given up; the next attempt has its own transfer
+    id; old news are ignored.
+    """
     driver = Driver("p0", "d0", "d1")
     assert driver.request("r1") == [pair("r1", "p0", "d0")]
     effects = driver.do(ev.DecodeFailed("r1", 1, "reset"))
