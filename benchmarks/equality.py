@@ -257,11 +257,17 @@ async def tokenise(session: aiohttp.ClientSession, url: str, text: str) -> list[
         return ids
 
 
+def is_fit_for_faults(case: Case, block: int) -> bool:
+    """Computed by P in one go, several blocks, the last one partly filled."""
+    length = len(case.prompt)
+    return block < length <= 12 * block and length % block != 0 and not case.shared_blocks
+
+
 async def faults(
     pair: Pair, todo: list[Case], expected: dict[str, Reply], fault_file: Path
 ) -> dict[str, dict[str, Any]]:
     """Each phase has prompts of its own, so that no page is right by what an earlier one left."""
-    suitable = [c for c in todo if 200 <= len(c.prompt) <= 1600 and not c.shared_blocks]
+    suitable = [case for case in todo if is_fit_for_faults(case, pair.system.flags.block_tokens)]
     results = {}
     for index, phase in enumerate(FAULT_PHASES):
         chosen = suitable[index :: len(FAULT_PHASES)][:FAULT_CASES]

@@ -111,8 +111,12 @@ class TransferThread:
             )
         self._check()
 
-    def begin_step(self, orders: StepOrders) -> None:
-        """Tell the thread what this step is about, before its forward pass."""
+    def begin_step(self, orders: StepOrders, when_ready: WhenReady | None = None) -> None:
+        """Tell the thread what this step is about, before its forward pass.
+
+        ``when_ready`` waits for what earlier steps computed: blocks that are final before this step
+        are read only after it.
+        """
         self._check()
         blocks = sum(p.final_after - p.final_before for p in orders.progress)
         self._step_bytes_per_layer = blocks * self._layout.page_bytes
@@ -122,7 +126,7 @@ class TransferThread:
         if orders.is_empty:
             return
         done = threading.Event() if orders.preempted else None
-        self._command("begin", (orders, done))
+        self._command("begin", (orders, done, when_ready))
         until = monotonic() + PREEMPTION_DEADLINE_S
         while done is not None and not done.wait(DEATH_CHECK_S):
             self._check()
@@ -288,7 +292,9 @@ class TransferThread:
                     argument()
                 sending.end_step()
             else:
-                orders, done = argument
+                orders, done, when_ready = argument
+                if when_ready is not None and orders.progress:
+                    when_ready()
                 now = monotonic()
                 for incarnation in orders.dead_peers:
                     sending.incarnation_gone(incarnation)

@@ -3,7 +3,9 @@
 Every write passes through; what the file ``PLANTED_FAULT_FILE`` says at that moment is done to it:
 
 ``none``   nothing: the control that the wrapper itself changes no answer
-``swap``   the first two pages of the write trade places
+``swap``   the first and the last block of the write's first layer trade places. The last block is a
+           partly filled one: two *full* blocks of a layer may trade places without any effect on the
+           answer, because attention does not depend on the order of its keys
 ``zero``   the first page of the write is taken from the engine's null block
 ``layer``  the first page of the write lands in the next layer's place (the first layer's for the
            last); its own place keeps what an earlier request left there
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitserve.kv_transfer.transports.base import PageIndices, PagePairing, Transport
-
-FAULTS = ("swap", "zero", "layer")
 
 
 class FaultyTransport:
@@ -49,8 +49,9 @@ class FaultyTransport:
         fault = self._fault_file.read_text().strip()
         here, there = self._blocks[peer]
         local, remote = local.copy(), remote.copy()
-        if fault == "swap" and len(remote) > 1:
-            remote[[0, 1]] = remote[[1, 0]]
+        if fault == "swap":
+            last = int((remote // there == remote[0] // there).nonzero()[0][-1])
+            remote[[0, last]] = remote[[last, 0]]
         elif fault == "zero":
             local[0] = local[0] // here * here
         elif fault == "layer":

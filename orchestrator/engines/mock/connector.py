@@ -23,9 +23,9 @@ from splitserve.prefill_node.prefills import Prefills
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from splitserve.orchestrator.engines.connector_config import ConnectorConfig
     from splitserve.orchestrator.engines.mock.model import KvMemory
     from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
-    from splitserve.orchestrator.engines.vllm.connector_config import ConnectorConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from splitserve.orchestrator.engines.connector_config import ConnectorConfig, cluster_secret
 from splitserve.orchestrator.engines.mock.api import MockApi
 from splitserve.orchestrator.engines.mock.connector import Connector, NoConnector
 from splitserve.orchestrator.engines.mock.engine import Delays, MockEngine
 from splitserve.orchestrator.engines.mock.faults import FaultBox, initial_faults
 from splitserve.orchestrator.engines.mock.model import WORD_BYTES, KvMemory, KvShape, MockModel
 from splitserve.orchestrator.engines.mock.scheduler import Scheduler
-from splitserve.orchestrator.engines.vllm.connector_config import ConnectorConfig, cluster_secret
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,9 @@ from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineEndp
 from splitserve.kv_transfer.fingerprint import prompt_hash
 from splitserve.kv_transfer.orders import StepOrders
 from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
-from splitserve.orchestrator.engines.vllm.connector_config import cluster_secret, connector_config
+from splitserve.orchestrator.engines.connector_config import cluster_secret, connector_config
 from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
+from splitserve.orchestrator.engines.vllm.support import extra_config
 from splitserve.prefill_node.prefills import Prefills
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class SchedulerHalf:
     """Everything the connector decides in the engine core. Used by the scheduler's thread only."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        config = connector_config(vllm_config)
+        config = connector_config(extra_config(vllm_config))
         self._secret = cluster_secret()
         self._blocks = kv_cache_config.num_blocks
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size

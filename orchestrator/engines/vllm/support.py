@@ -4,9 +4,9 @@ with a sentence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from splitserve.orchestrator.engines.vllm.connector_config import connector_config
+from splitserve.orchestrator.engines.connector_config import connector_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 class UnsupportedEngineError(ValueError):
     """This engine configuration cannot take part in a split; the message says what to change."""
+
+
+def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the launcher put into ``kv_connector_extra_config``."""
+    assert vllm_config.kv_transfer_config is not None
+    return dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -49,7 +55,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise UnsupportedEngineError("speculative decoding cannot be combined with a split yet")
     if (
         vllm_config.device_config.device_type != "cpu"
-        and not connector_config(vllm_config).experimental_cuda
+        and not connector_config(extra_config(vllm_config)).experimental_cuda
     ):
         raise UnsupportedEngineError(
             f"device {vllm_config.device_config.device_type}: answers equal to one engine's have "

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from splitserve.kv_transfer.layout import PageLayout
 from splitserve.kv_transfer.transfer_thread import TransferThread, WhenReady
 from splitserve.kv_transfer.transports.base import Region
-from splitserve.orchestrator.engines.vllm.connector_config import connector_config
+from splitserve.orchestrator.engines.connector_config import connector_config
 from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
-from splitserve.orchestrator.engines.vllm.support import UnsupportedEngineError
+from splitserve.orchestrator.engines.vllm.support import UnsupportedEngineError, extra_config
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,9 @@ class WorkerHalf:
         layout = _describe(views, self._kv_cache_config.num_blocks, self.rank, total_heads)
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
         self._thread = TransferThread(
-            connector_config(self._vllm_config).transfer_settings(self.rank, tensor_parallel),
+            connector_config(extra_config(self._vllm_config)).transfer_settings(
+                self.rank, tensor_parallel
+            ),
             layout=layout,
             regions=[Region(address, storage.nbytes()) for address, storage in storages.items()],
             fingerprint=engine_fingerprint(self._vllm_config, self._kv_cache_config),
@@ -67,7 +69,7 @@ class WorkerHalf:
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward pass."""
-        self._transfers.begin_step(orders)
+        self._transfers.begin_step(orders, self._computed_so_far() if orders.progress else None)
 
     def layer_done(self, layer_name: str, kv_layer: torch.Tensor) -> None:
         """After the attention of a layer; layers without pages of their own are none of ours."""
@@ -77,12 +79,15 @@ class WorkerHalf:
 
     def end_step(self) -> None:
         """After the forward pass."""
-        when_ready = None
-        if self._vllm_config.device_config.device_type == "cuda":
-            import torch
+        self._transfers.end_step(self._computed_so_far())
 
-            when_ready = _recorded(torch.empty(0, device="cuda"))
-        self._transfers.end_step(when_ready)
+    def _computed_so_far(self) -> WhenReady | None:
+        """A wait for what the device was given so far; None on CPU, where it is done."""
+        if self._vllm_config.device_config.device_type != "cuda":
+            return None
+        import torch
+
+        return _recorded(torch.empty(0, device="cuda"))
 
     def take_results(self) -> TransferResults:
         """What has finished since the last step."""

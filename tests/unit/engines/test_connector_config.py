@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from splitserve.kv_transfer.channel import SECRET_ENV
-from splitserve.orchestrator.engines.vllm.connector_config import (
-    ConnectorConfig,
+from splitserve.orchestrator.engines.connector_config import (
     cluster_secret,
     connector_config,
 )
@@ -17,16 +15,12 @@ from splitserve.orchestrator.engines.vllm.connector_config import (
 SETTINGS = {"incarnation": "P", "endpoint_port": 5000, "control_port_base": 6000}
 
 
-def read(extra: dict[str, Any]) -> ConnectorConfig:
-    """As vLLM hands it over."""
-    transfer = SimpleNamespace(kv_connector_extra_config=extra)
-    return connector_config(SimpleNamespace(kv_transfer_config=transfer))  # type: ignore[arg-type]
-
-
 def test_each_rank_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank r listens on the base port plus r; the endpoint stays on loopback."""
     monkeypatch.setenv(SECRET_ENV, "ab" * 16)
-    config = read({**SETTINGS, "control_host": "10.0.0.1", "warm_addresses": ["tcp://h:1"]})
+    config = connector_config(
+        {**SETTINGS, "control_host": "10.0.0.1", "warm_addresses": ["tcp://h:1"]}
+    )
     assert config.endpoint_address == "tcp://127.0.0.1:5000"
     rank = config.transfer_settings(1, 2)
     assert rank.control_address == "tcp://10.0.0.1:6001"
@@ -45,7 +39,7 @@ def test_each_rank_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_setting_is_named(change: dict[str, Any], words: str) -> None:
     """Unknown and mistyped keys are errors with their path."""
     with pytest.raises(ValueError, match=words):
-        read({**SETTINGS, **change})
+        connector_config({**SETTINGS, **change})
 
 
 def test_the_secret_must_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,14 @@
-"""The connector's settings inside vLLM's ``kv_connector_extra_config``, read in one place."""
+"""The connector's settings inside an engine's ``kv_connector_extra_config``, read in one place."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from splitserve.kv_transfer.channel import SECRET_ENV, parse_secret, tcp_address
 from splitserve.kv_transfer.settings import MIB, TransferSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,12 +68,9 @@ def cluster_secret() -> bytes:
     return parse_secret(text)
 
 
-def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
-    """The settings of this engine's connector. Raises ``ValueError`` naming what is wrong."""
-    assert vllm_config.kv_transfer_config is not None
+def connector_config(extra_config: dict[str, Any]) -> ConnectorConfig:
+    """The settings in ``kv_connector_extra_config``. Raises ``ValueError`` naming what is wrong."""
     try:
-        return msgspec.convert(
-            vllm_config.kv_transfer_config.kv_connector_extra_config, ConnectorConfig
-        )
+        return msgspec.convert(extra_config, ConnectorConfig)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_connector_extra_config of SplitserveConnector: {error}") from error
