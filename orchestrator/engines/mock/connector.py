@@ -2,23 +2,18 @@
 forward pass.
 
 What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in one process: the same
-decisions (``Prefills``, ``Reservations``), the same endpoint for the agent, and one real
-``TransferThread`` per tensor-parallel rank.
+``Legs`` with the agent's endpoint, and one real ``TransferThread`` per tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from splitserve.decode_node.reservations import Reservations
-from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineEndpoint, EngineStatus
-from splitserve.kv_transfer.fingerprint import prompt_hash
-from splitserve.kv_transfer.orders import StepOrders, TransferResults
-from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
+from splitserve.kv_transfer.engine_endpoint import EngineDescription
+from splitserve.kv_transfer.orders import TransferResults
 from splitserve.kv_transfer.transfer_thread import TransferThread
-from splitserve.prefill_node.prefills import Prefills
+from splitserve.orchestrator.engines.legs import EngineLoad, Legs, prompt_extras
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +21,6 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.engines.connector_config import ConnectorConfig
     from splitserve.orchestrator.engines.mock.model import KvMemory
     from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
-
-logger = logging.getLogger(__name__)
 
 
 class NoConnector:
@@ -84,11 +77,8 @@ class Connector:
         max_model_len: int,
     ) -> None:
         layout = memories[0].layout
-        self._secret = secret
-        self._prefills = Prefills(layout.block_tokens)
-        self._reservations = Reservations(layout.block_tokens)
         self._reports = RankReports(len(memories))
-        self._own_counters = {"ignored_transfer_params": 0.0, "prompt_tokens_computed": 0.0}
+        self._prompt_tokens_computed = 0
         self._scheduler: Scheduler | None = None
         self._threads = [
             TransferThread(
@@ -99,9 +89,9 @@ class Connector:
             )
             for rank, memory in enumerate(memories)
         ]
-        self._endpoint = EngineEndpoint(
-            config.endpoint_address,
+        self._legs = Legs(
             secret,
+            config.endpoint_address,
             EngineDescription(
                 incarnation=config.incarnation,
                 fingerprint=fingerprint,
@@ -112,7 +102,7 @@ class Connector:
                 tensor_parallel=len(memories),
                 transport=config.transport,
             ),
-            self._status,
+            self._load,
         )
 
     def start(self, scheduler: Scheduler) -> None:
@@ -120,82 +110,56 @@ class Connector:
         self._scheduler = scheduler
         for thread in self._threads:
             thread.start()
-        self._endpoint.start()
+        self._legs.start()
 
     def stop(self) -> None:
         """The threads have ended and the KV memory is not touched any more."""
-        self._endpoint.stop()
+        self._legs.stop()
         for thread in self._threads:
             thread.stop()
 
     # -- the scheduler's hooks -----------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """A leg is recognised by its sealed parameters."""
-        params = self._leg(request)
-        if params is None:
-            return
-        digest = prompt_hash(request.prompt, f"adapter=;salt={request.salt};media=")
-        side = self._prefills if params.role == "prefill" else self._reservations
-        if not side.arrived(request.id, params, len(request.prompt), digest):
-            logger.warning(
-                "request %s repeats transfer %s: it is computed here",
-                request.id,
-                params.transfer_id,
-            )
+        """A request reached the scheduler."""
+        extras = prompt_extras("", request.salt, ())
+        self._legs.arrived(request.id, request.kv_transfer_params, request.prompt, extras)
 
     def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
         """Prompt tokens that should come from the prefill node."""
-        return self._reservations.wanted_tokens(request.id, computed_tokens)
+        return self._legs.wanted_tokens(request.id, computed_tokens)
 
     def allocated(self, request: Request, external_tokens: int) -> None:
         """The request has blocks."""
-        self._reservations.reserved(request.id, request.blocks, external_tokens)
+        self._legs.allocated(request.id, request.blocks, external_tokens)
 
     def finished(self, request: Request, *, aborted: bool) -> bool:
         """True when the request's blocks are still read for a peer."""
-        self._reservations.finished(request.id)
-        return self._prefills.finished(request.id, aborted=aborted, blocks=len(request.blocks))
+        return self._legs.finished(request.id, aborted=aborted, blocks=len(request.blocks))
 
     def step_reported(self, results: TransferResults) -> None:
         """The transfer threads are done with these."""
-        self._reservations.settled(results.finished_receiving)
-        self._prefills.released(results.finished_sending)
+        self._legs.settled(results.finished_sending, results.finished_receiving)
 
     # -- the forward pass ----------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
         """Whether the threads must be told something although no request runs."""
-        return (
-            self._endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
-        )
+        return self._legs.has_orders
 
     def begin_step(self, plan: StepPlan) -> None:
         """Tell the threads what this step is about. Waits only when a request is preempted."""
         for request_id in plan.preempted:
-            self._prefills.preempted(request_id)
+            self._legs.preempted(request_id)
         for chunk in plan.chunks:
             request = chunk.request
-            self._own_counters["prompt_tokens_computed"] += max(
+            self._prompt_tokens_computed += max(
                 0, min(chunk.tokens, len(request.prompt) - chunk.first)
             )
-            if self._prefills.is_active:
-                self._prefills.scheduled(request.id, chunk.first, chunk.tokens, chunk.block_ids)
-        preempted, opens, progress, closes = self._prefills.take_orders()
-        receives, cancels, declines = self._reservations.take_orders()
-        given_up, dead_peers = self._endpoint.take_orders()
-        orders = StepOrders(
-            preempted=preempted,
-            opens=opens,
-            progress=progress,
-            closes=closes,
-            receives=receives,
-            cancels=cancels,
-            declines=declines,
-            given_up=given_up,
-            dead_peers=dead_peers,
-        )
+            if self._legs.must_hear_of_steps:
+                self._legs.scheduled(request.id, chunk.first, chunk.tokens, chunk.block_ids)
+        orders = self._legs.take_orders()
         for thread in self._threads:
             thread.begin_step(orders)
 
@@ -210,31 +174,16 @@ class Connector:
             thread.end_step()
         return self._reports.join([thread.take_results() for thread in self._threads])
 
-    # -- inside --------------------------------------------------------------------------------
-
-    def _leg(self, request: Request) -> TransferParams | None:
-        try:
-            return unseal(request.kv_transfer_params, self._secret)
-        except BadTransferParamsError as error:
-            self._own_counters["ignored_transfer_params"] += 1
-            logger.warning("request %s: %s; served without a transfer", request.id, error)
-            return None
-
-    def _status(self) -> EngineStatus:
+    def _load(self) -> EngineLoad:
         """Read by the endpoint's thread: single reads of values that the loop's thread replaces."""
-        counters = Counter(self._own_counters)
-        for thread in self._threads:
-            counters.update(thread.counters())
         scheduler = self._scheduler
         assert scheduler is not None, "the endpoint was started before the scheduler"
-        return EngineStatus(
+        own = {"prompt_tokens_computed": float(self._prompt_tokens_computed)}
+        return EngineLoad(
             running=scheduler.running_requests,
             waiting=scheduler.waiting_requests,
             free_blocks=scheduler.pool.free_blocks,
-            total_blocks=scheduler.pool.total_blocks,
-            open_transfers=int(counters.pop("open_sends", 0) + counters.pop("open_receives", 0)),
-            leased_blocks=self._prefills.leased_blocks,
-            counters=dict(counters),
+            rank_counters=[own, *(thread.counters() for thread in self._threads)],
         )
 
 

@@ -1,0 +1,175 @@
+"""The legs of split requests in an engine's scheduler: what every adapter does alike.
+
+An adapter reports what its scheduler does and hands ``take_orders`` to the transfer threads of its
+workers before each step. The agent's endpoint lives here too, so that what it relays reaches the
+next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from splitserve.decode_node.reservations import Reservations
+from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
+from splitserve.kv_transfer.fingerprint import prompt_hash
+from splitserve.kv_transfer.orders import StepOrders
+from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
+from splitserve.prefill_node.prefills import Prefills
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from splitserve.kv_transfer.engine_endpoint import EngineDescription
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What only the engine knows of itself."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    rank_counters: Sequence[Mapping[str, float]] = field(default_factory=tuple)
+    """Counters of each rank's transfer thread."""
+
+
+class Legs:
+    """All legs of one engine. Used by its scheduler's thread; only the endpoint reads ``status``
+    from another one.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        endpoint_address: str,
+        description: EngineDescription,
+        load: Callable[[], EngineLoad],
+    ) -> None:
+        self._secret = secret
+        self._load = load
+        self._total_blocks = description.total_blocks
+        self._prefills = Prefills(description.block_tokens)
+        self._reservations = Reservations(description.block_tokens)
+        self._ignored_params = 0
+        self._endpoint = EngineEndpoint(endpoint_address, secret, description, self.status)
+
+    def start(self) -> None:
+        """The agent can reach the endpoint. Raises ``OSError`` when its address is taken."""
+        self._endpoint.start()
+
+    def stop(self) -> None:
+        """The endpoint's thread has ended."""
+        self._endpoint.stop()
+
+    def arrived(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any] | None,
+        prompt: Sequence[int],
+        extras: str,
+    ) -> None:
+        """A request reached the scheduler; a leg is recognised by its sealed parameters.
+
+        ``extras`` is what the prompt's KV depends on besides its tokens, see ``prompt_extras``.
+        """
+        params = self._leg(request_id, kv_transfer_params)
+        if params is None or not prompt:
+            return
+        side = self._prefills if params.role == "prefill" else self._reservations
+        if not side.arrived(request_id, params, len(prompt), prompt_hash(prompt, extras)):
+            logger.warning(
+                "request %s repeats transfer %s: it is computed here",
+                request_id,
+                params.transfer_id,
+            )
+
+    def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
+        """Prompt tokens that should come from the prefill node."""
+        return self._reservations.wanted_tokens(request_id, computed_tokens)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request has blocks, the last ``external_tokens`` prompt tokens come from outside."""
+        self._reservations.reserved(request_id, block_ids, external_tokens)
+
+    @property
+    def must_hear_of_steps(self) -> bool:
+        """Whether ``scheduled`` is to be called for each request of the coming step."""
+        return self._prefills.is_active
+
+    def scheduled(
+        self, request_id: str, computed_before: int, tokens: int, block_ids: Sequence[int]
+    ) -> None:
+        """The coming step computes ``tokens`` tokens of the request behind ``computed_before``."""
+        self._prefills.scheduled(request_id, computed_before, tokens, block_ids)
+
+    def preempted(self, request_id: str) -> None:
+        """The engine takes the request's blocks back before the coming step."""
+        self._prefills.preempted(request_id)
+
+    def take_orders(self) -> StepOrders:
+        """Everything the workers must know before the coming step."""
+        preempted, opens, progress, closes = self._prefills.take_orders()
+        receives, cancels, declines = self._reservations.take_orders()
+        given_up, dead_peers = self._endpoint.take_orders()
+        return StepOrders(
+            preempted=preempted,
+            opens=opens,
+            progress=progress,
+            closes=closes,
+            receives=receives,
+            cancels=cancels,
+            declines=declines,
+            given_up=given_up,
+            dead_peers=dead_peers,
+        )
+
+    def settled(self, finished_sending: Iterable[str], finished_receiving: Iterable[str]) -> None:
+        """The transfer threads of all workers are done with these requests."""
+        self._reservations.settled(finished_receiving)
+        self._prefills.released(frozenset(finished_sending))
+
+    def finished(self, request_id: str, *, aborted: bool, blocks: int) -> bool:
+        """The engine is done with the request. True when its blocks are still read for a peer."""
+        self._reservations.finished(request_id)
+        return self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the workers must be told something although no request runs."""
+        return (
+            self._endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
+        )
+
+    def status(self) -> EngineStatus:
+        """Read by the endpoint's thread: single reads of what the scheduler's thread replaces."""
+        load = self._load()
+        counters: Counter[str] = Counter({"ignored_transfer_params": self._ignored_params})
+        for rank_counters in load.rank_counters:
+            counters.update(rank_counters)
+        return EngineStatus(
+            running=load.running,
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+            total_blocks=self._total_blocks,
+            open_transfers=int(counters.pop("open_sends", 0) + counters.pop("open_receives", 0)),
+            leased_blocks=self._prefills.leased_blocks,
+            counters=dict(counters),
+        )
+
+    def _leg(self, request_id: str, found: dict[str, Any] | None) -> TransferParams | None:
+        try:
+            return unseal(found, self._secret)
+        except BadTransferParamsError as error:
+            self._ignored_params += 1
+            logger.warning("request %s: %s; served without a transfer", request_id, error)
+            return None
+
+
+def prompt_extras(adapter: str, salt: str, media: Iterable[str]) -> str:
+    """What a prompt's KV depends on besides its tokens, as canonical text."""
+    return f"adapter={adapter};salt={salt};media={','.join(media)}"
