@@ -108,6 +108,12 @@ class RouterConfig(Section):
     time, but reserves decode pages earlier.
     """
 
+    prefill_batch_tokens: int = Field(default=2048, ge=0)
+    """Prompt tokens that a prefill node may hold whatever the number of legs: short prompts are
+    computed together in one engine step. Set it to the engines' `max_num_batched_tokens`; 0 counts
+    legs only.
+    """
+
     node_silence_limit_s: Seconds = 5.0
     """Seconds without a word from a node's agent (it speaks twice a second) after which the node
     gets no new work.

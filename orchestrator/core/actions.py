@@ -147,6 +147,7 @@ class Actions:
         if choice.prefill is not None:
             timeline.prefill_node = choice.prefill.name
             choice.prefill.prefill_legs += 1
+            choice.prefill.prefill_tokens += request.arrived.prompt_tokens
             choice.prefill.committed_blocks += choice.prefill_blocks
             choice.prefill.chosen_at = self._choices
             request.has_prefill_leg = True
@@ -335,6 +336,7 @@ class Actions:
         assert choice is not None
         assert choice.prefill is not None
         choice.prefill.prefill_legs -= 1
+        choice.prefill.prefill_tokens -= request.arrived.prompt_tokens
         choice.prefill.committed_blocks -= choice.prefill_blocks
         request.has_prefill_leg = False
         self._may_place = True

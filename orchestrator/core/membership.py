@@ -32,6 +32,8 @@ class Node:
     is_silent: bool = False
     state: NodeState | None = None
     prefill_legs: int = 0
+    prefill_tokens: int = 0
+    """Estimated prompt tokens of those legs."""
     decode_legs: int = 0
     committed_blocks: int = 0
     foreign_blocks: int = 0

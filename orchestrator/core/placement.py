@@ -22,6 +22,10 @@ class PlacementLimits:
 
     prefill_ahead_requests: int = 1
     """Prefill legs beside the running one that a prefill node may hold."""
+    prefill_batch_tokens: int = 0
+    """Prompt tokens that a prefill node may hold whatever the number of legs: short prompts are
+    computed together in one step.
+    """
     min_uncached_tokens: int = 0
     """Shorter prompts are not split; 0 splits every prompt that can be split."""
     default_output_tokens: int = 512
@@ -84,7 +88,8 @@ def choose_prefill(
     best: Node | None = None
     best_key: tuple[bool, int, int] | None = None
     for node in nodes:
-        if node.prefill_legs > limits.prefill_ahead_requests:
+        fits_in_a_step = node.prefill_tokens + tokens <= limits.prefill_batch_tokens
+        if node.prefill_legs > limits.prefill_ahead_requests and not fits_in_a_step:
             continue
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue

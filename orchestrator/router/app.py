@@ -106,6 +106,7 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
         max_attempts=policy.max_attempts,
         placement=PlacementLimits(
             prefill_ahead_requests=router.prefill_ahead_requests,
+            prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
         ),
     )

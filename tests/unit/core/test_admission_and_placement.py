@@ -22,6 +22,21 @@ def test_a_prefill_node_holds_one_leg_and_those_ahead() -> None:
     assert not driver.core.queue
 
 
+def test_short_prompts_share_a_prefill_step() -> None:
+    """With prefill_batch_tokens 100 a node takes legs of 30 tokens until a fourth would not fit;
+    one that is larger than the batch goes to a node with a free slot all the same.
+    """
+    driver = Driver(
+        "p0", "d0", placement={"prefill_ahead_requests": 0, "prefill_batch_tokens": 100}
+    )
+    for name in ("r1", "r2", "r3"):
+        assert names(driver.request(name, prompt_tokens=30)) == ["StartPair"]
+    assert driver.request("r4", prompt_tokens=30) == []
+    assert names(driver.do(ev.PrefillAnswered("r1", 1, 200))) == ["StartPair"]
+    other = Driver("p0", "d0", placement={"prefill_ahead_requests": 0, "prefill_batch_tokens": 100})
+    assert names(other.request("r1", prompt_tokens=500)) == ["StartPair"]
+
+
 def test_the_queue_is_bounded() -> None:
     """One more than queue_limit_requests gets 429 with Retry-After, the age of the oldest waiting
     request.

@@ -109,7 +109,12 @@ async def test_everything_else_is_a_clear_error(method: str, path: str, status: 
 async def test_overload_is_429_with_retry_after() -> None:
     """Queue full: refused at once. Queue timeout: 503. Both say when to come again."""
     async with stub_cluster(
-        "p0", "d0", queue_limit_requests=1, queue_timeout_s=0.3, prefill_ahead_requests=0
+        "p0",
+        "d0",
+        queue_limit_requests=1,
+        queue_timeout_s=0.3,
+        prefill_ahead_requests=0,
+        prefill_batch_tokens=0,
     ) as cluster:
 
         async def hang(asked: Asked, writer: asyncio.StreamWriter) -> None:
