@@ -220,6 +220,13 @@ class SendBook:
         sink.open_writes.add(write_id)
         sink.pages += pages
 
+    def not_announced(self, peer: str, transfer_id: str) -> None:
+        """A ``Writing`` was not worth saying: the sink may still have to be told."""
+        session = self._sessions.get(transfer_id)
+        sink = session.sinks.get(peer) if session is not None else None
+        if sink is not None:
+            sink.announced = sink.announced_last = False
+
     def write_ended(
         self, transfer_id: str, peer: str, write_id: int, error: str | None
     ) -> list[SendEffect]:

@@ -66,6 +66,8 @@ class Downstream:
     last_progress: float = 0.0
     """When a write to it last ended, or the first of its open writes was posted."""
     open_writes: int = 0
+    needs_help: bool = True
+    """Its last writes were not over at the first look, so that it has to make them progress."""
     is_ending: bool = False
 
 
@@ -98,6 +100,7 @@ class SendingSide:
         """When a write was last posted or has ended."""
         self._peers: dict[str, Downstream] = {}
         self._peer_of_identity: dict[bytes, str] = {}
+        self._just_posted: list[Downstream] = []
         self._writes: dict[int, tuple[str, Downstream]] = {}
         self._times: dict[str, dict[str, float]] = {}
         self._step: StepOrders | None = None
@@ -145,6 +148,32 @@ class SendingSide:
     def post_due(self) -> None:
         """Hand what is due to the transport."""
         self._apply(self.book.due_writes(flush=self._step is None))
+
+    def look_after_posting(self) -> None:
+        """Take up what the transport reports, and learn which peers have to help it.
+
+        A peer into whose memory this process copies by itself is over at the first look, and is
+        left in peace from then on: polling takes time from the engine beside it.
+        """
+        self.transport_events(self._transport.poll())
+        posted, self._just_posted = self._just_posted, []
+        for downstream in posted:
+            downstream.needs_help = downstream.open_writes > 0
+            if downstream.needs_help:
+                self._ask_for_help(downstream)
+
+    def _ask_for_help(self, downstream: Downstream) -> None:
+        """Its engine is told of every write that is under way, if it was not."""
+        for transfer_id in {t for t, peer in self._writes.values() if peer is downstream}:
+            session = self.book.session(transfer_id)
+            sink = session.sinks.get(downstream.peer) if session is not None else None
+            if session is None or sink is None or sink.announced:
+                continue
+            sink.announced = True
+            writing = messages.Writing(
+                transfer_id=transfer_id, attempt=sink.grant.attempt, last=session.is_final
+            )
+            self._send(downstream.identity, writing)
 
     # -- peers ---------------------------------------------------------------------------------
 
@@ -367,11 +396,15 @@ class SendingSide:
         if not downstream.open_writes:
             downstream.last_progress = self.moved_at
         downstream.open_writes += 1
+        self._just_posted.append(downstream)
         self.book.write_posted(write, write_id, len(local))
 
     def _say(self, peer: str, message: messages.FromPrefill) -> None:
         downstream = self._peers.get(peer)
         if downstream is None:
+            return
+        if isinstance(message, messages.Writing) and not downstream.needs_help:
+            self.book.not_announced(peer, message.transfer_id)
             return
         if isinstance(message, messages.Delivered | messages.Fenced):
             self._record(peer, message)

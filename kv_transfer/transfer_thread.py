@@ -273,7 +273,7 @@ class TransferThread:
             sending.process_gone(pidfd)
             receiving.process_gone(pidfd)
         sending.post_due()
-        sending.transport_events(transport.poll())
+        sending.look_after_posting()
         sending.tick(now)
         receiving.tick(now)
         sending.post_due()  # A fence may have made room for a newer grant.

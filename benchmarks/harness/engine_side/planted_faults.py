@@ -3,8 +3,8 @@
 Every write passes through; what the file ``PLANTED_FAULT_FILE`` says at that moment is done to it:
 
 ``none``   nothing: the control that the wrapper itself changes no answer
-``swap``   the first and the last block of the write's first layer trade places. The last block is a
-           partly filled one: two *full* blocks of a layer may trade places without any effect on the
+``swap``   the first and last block of the write's first layer trade places. The last block is a
+           partly filled one: two *full* blocks of a layer may trade places without effect on the
            answer, because attention does not depend on the order of its keys
 ``zero``   the first page of the write is taken from the engine's null block
 ``layer``  the first page of the write lands in the next layer's place (the first layer's for the

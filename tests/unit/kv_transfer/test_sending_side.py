@@ -259,6 +259,7 @@ def test_the_death_of_the_peers_process_is_noticed_at_once(
     d.expect(messages.Welcome)
     d.say(d.grant())
     p.step("t", BLOCKS, 0, 2, opens=(opened("t", PROMPT),))
+    d.expect(messages.Writing)
     p.close("t")
     sleeper.kill()
     assert "process is gone" in d.expect(messages.Fenced).reason

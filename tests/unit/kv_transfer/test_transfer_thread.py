@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from support.kv_rank import KvRank, opened, until
 
+from splitserve.kv_transfer import messages
 from splitserve.kv_transfer.orders import CloseSend, Decline, SendProgress, StepOrders
+from splitserve.kv_transfer.sending_side import SendingSide
 from splitserve.kv_transfer.transfer_thread import TransferThreadError
 
 if TYPE_CHECKING:
@@ -81,6 +83,35 @@ def test_layers_travel_while_the_step_runs(pair: tuple[KvRank, KvRank]) -> None:
     np.testing.assert_array_equal(d.pages[:, others], untouched[:, others])
     assert p.sent == {"p-t"}
     assert not d.failed
+
+
+@pytest.mark.parametrize(("transport", "told"), [("local", {"one"}), ("tcp", {"one", "two"})])
+def test_a_peer_is_asked_for_help_only_where_it_is_needed(
+    make_rank: Callable[..., KvRank],
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    told: set[str],
+) -> None:
+    """Where a write is over at the first look the peer is told to poll for its first transfer only,
+    before that is known; elsewhere for each.
+    """
+    asked: set[str] = set()
+    send = SendingSide._send
+
+    def note(side: SendingSide, identity: bytes, message: messages.FromPrefill) -> None:
+        if isinstance(message, messages.Writing):
+            asked.add(message.transfer_id)
+        send(side, identity, message)
+
+    monkeypatch.setattr(SendingSide, "_send", note)
+    p = make_rank("P", seed=1, transport=transport)
+    d = make_rank("D", seed=2, transport=transport)
+    for transfer_id in ("one", "two"):
+        request = d.receive(transfer_id, PROMPT, TARGET, p)
+        p.step(transfer_id, SOURCE, 0, 6, opens=(opened(transfer_id, PROMPT),))
+        finish(p, d, transfer_id, request)
+    assert_landed(p, d)
+    assert asked == told
 
 
 def test_chunks_and_a_late_grant(pair: tuple[KvRank, KvRank]) -> None:
