@@ -1,12 +1,13 @@
-"""Is a split first token as early as one engine's, and do incoming pages disturb running streams?
+"""Is a split first token as early as one engine's? Do incoming pages disturb running streams?
 
 1. *TTFT*: one request at a time, ``splitserve`` against one plain engine on P's core; with
    ``--router`` also through the whole product. Bar: the ratio of medians is at most 1.02, within
    the A/A spread.
-2. *Interference*: decode streams run on D while P computes prompts one after another. ``on``: the
-   prompts are split requests whose pages arrive on D, each with one token of decode; ``off``: P
-   computes the same number of such prompts and transfers nothing. Windows alternate on, off, off,
-   on. Bar: the 99th percentile of the streams' gaps is at most 1.10 of that without transfers.
+2. *Interference*: decode streams run on D while P computes prompts one after another, each followed
+   by one token on D. ``on``: these are split requests, their pages arrive on D. ``off``: P computes
+   such prompts and transfers nothing; D's one token comes out of its own prefix cache, so D parses
+   and decodes the same. Windows alternate on, off, off, on. Bar: the 99th percentile of the
+   streams' gaps is at most 1.10 of that without transfers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import options, report
 from harness.client import complete, new_session, stream_completion
-from harness.engine import SERVED_NAME, EnginePark
+from harness.engine import SERVED_NAME, EngineFlags, EnginePark
 from harness.product import Product
 from harness.prompts import random_prompt
 from harness.rounds import HALVES, Setting, cells, check, idle_cost, measure, summaries, values
@@ -104,6 +105,11 @@ class DecodeLoad:
         ]
 
 
+def one_token(prompt: list[int]) -> dict[str, Any]:
+    """A completion of one token."""
+    return {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+
+
 async def measure_window(
     system: SplitserveSystem,
     session: aiohttp.ClientSession,
@@ -114,19 +120,17 @@ async def measure_window(
 ) -> Window:
     """Run the decode load while P computes ``shape.prompts`` prompts one after another."""
     prefill, decode = system.engines
+    cached = one_token(random_prompt(shape.prompt_tokens, "cached"))
+    await complete(session, decode.url, cached)
     async with DecodeLoad(session, decode.url, shape.streams, seed) as load:
         begun = time.monotonic()
         for index in range(shape.prompts):
-            body = {
-                "model": SERVED_NAME,
-                "prompt": random_prompt(shape.prompt_tokens, "window", seed, index),
-                "max_tokens": 1,
-                "temperature": 0,
-            }
+            body = one_token(random_prompt(shape.prompt_tokens, "window", seed, index))
             if kind == "on":
                 await system.serve(session, body)
             else:
                 await complete(session, prefill.url, body)
+                await stream_completion(session, decode.url, cached)
         ended = time.monotonic()
     return Window(kind, turn, ended - begun, load.gaps_ms(begun, ended))
 
@@ -277,12 +281,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=8)
     parser.add_argument("--router", action="store_true", help="also through the whole product")
     parser.add_argument("--streams", type=int, default=4, help="decode streams on D")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of P's prompts")
+    parser.add_argument(
+        "--prompt-blocks", type=int, default=8, help="full blocks of P's prompts; one token follows"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="P's prompts per window")
     parser.set_defaults(kv_cache_bytes=400_000_000)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.lengths, arguments.prompts = 1, [512], 3
+    arguments.prompt_tokens = arguments.prompt_blocks * EngineFlags.block_tokens + 1
     return arguments
 
 
