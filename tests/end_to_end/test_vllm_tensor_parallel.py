@@ -1,7 +1,8 @@
 """Real vLLM engines of different tensor-parallel sizes exchange pages by heads, with the tiny
 model.
 
-Too long for every run: `make test-all` has them.
+Too long for every run: `make test-all` has them. They want a core for each rank of both engines:
+ranks of one engine wait for each other by spinning.
 """
 
 from __future__ import annotations
