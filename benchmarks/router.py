@@ -3,10 +3,9 @@
 Both stand before the same two fake engines (one prefill, one decode) that answer at once, in the
 same run, their turns interleaved with a turn without any router. Ours has API keys, metrics, the
 request log and placement on; the peer runs in its prefill/decode mode without keys. Before anything
-is timed the answers through both routers are compared with the engine's own. Ours may have 64
-prefill legs out at once (`prefill_ahead_requests`), since the peer has no such limit and waiting is
-not what is measured. Client, engines and routers share the machine's cores, so only ratios inside
-one run mean anything.
+is timed the answers through both routers are compared with the engine's own. Ours keeps its default
+bounds on prefill legs; the peer has none, and `--prefill-ahead 64` lifts ours. Client, engines and
+routers share the machine's cores, so only ratios inside one run mean anything.
 
     python benchmarks/router.py --rounds 7 --output benchmarks/results/router.json
 """
@@ -528,7 +527,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--prefill-ahead", type=int, default=64, help="prefill_ahead_requests")
+    parser.add_argument("--prefill-ahead", type=int, default=1, help="prefill_ahead_requests")
     parser.add_argument("--output", type=Path, help="file for the results (JSON)")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--agents", help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ each exactly once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ none.
 CLIENT_CLOSED_REQUEST = 499
 
 
-class Actions:
+class Actions(ABC):
     """The core's state, and what can be done to one request in it."""
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -63,10 +64,11 @@ class Actions:
         self._choices = 0
         self._may_place = False
 
+    @abstractmethod
     def _apply(
         self, request: Request, trigger: Trigger, now: float, reason: str = ""
     ) -> list[Effect]:
-        raise NotImplementedError
+        """Carry out the table's row for ``trigger`` in the request's phase."""
 
     # Placing
 
