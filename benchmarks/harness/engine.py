@@ -169,6 +169,7 @@ def launch(spec: EngineSpec, log_folder: Path) -> Engine:
         "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "SPLITSERVE_SLEEPING_WAITS": "1",
         **spec.environment,
     }
     if spec.python_path:

@@ -8,9 +8,9 @@ served".
 ``whole``       the same with ``stream_min_bytes`` beyond any prompt: everything is sent after the
 last layer
 
-The peers are *tuned*: a progress thread that does not spin and computing threads on their own core
-(see ``engine_side``). The suffix ``-shipped`` leaves them as they are. The client dispatches both
-legs itself, so no router is in any system's path.
+The peers are *tuned*: a progress thread that does not spin, computing threads on their own core
+(see ``engine_side``) and waits that sleep. The suffix ``-shipped`` leaves them as they are. The
+client dispatches both legs itself, so no router is in any system's path.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ class NixlSystem(System):
             }
             if self.tuned:
                 environment["NIXL_PROGRESS_DELAY_US"] = str(NIXL_PROGRESS_DELAY_US)
+            else:
+                environment["SPLITSERVE_SLEEPING_WAITS"] = "0"
             config = {"kv_connector": self.connector, "kv_role": "kv_both"}
             sides.append(
                 {

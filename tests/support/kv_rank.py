@@ -29,6 +29,10 @@ LAYERS = 4
 BLOCK_TOKENS = 4
 HEAD_BYTES = 256
 DEADLINE_S = 20.0
+PROMPT = list(range(22))
+"""Five full blocks and one that is half full."""
+SOURCE = [3, 9, 4, 11, 7, 2]
+TARGET = [21, 5, 8, 30, 1, 17]
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -178,3 +182,12 @@ def opened(transfer_id: str, prompt: list[int]) -> OpenSend:
     """The order that begins a send; the request is ``p-<transfer id>``."""
     blocks = -(-len(prompt) // BLOCK_TOKENS)
     return OpenSend(transfer_id, f"p-{transfer_id}", len(prompt), prompt_hash(prompt), blocks)
+
+
+def finish(p: KvRank, d: KvRank, transfer_id: str, request: str) -> None:
+    """Close the prefill leg and wait until both sides are done."""
+    until(lambda: d.has_received(request), "pages landed")
+    p.close(transfer_id)
+    until(lambda: p.has_sent(f"p-{transfer_id}"), "source blocks are released")
+    counters = (p.thread.counters(), d.thread.counters())
+    assert (counters[0]["open_sends"], counters[1]["open_receives"]) == (0, 0)

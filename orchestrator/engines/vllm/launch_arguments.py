@@ -15,6 +15,7 @@ from splitserve.orchestrator.engines.command import (
     passed_on_arguments,
     transfer_settings,
 )
+from splitserve.orchestrator.engines.vllm.process_waits import SLEEPING_WAITS_ENV
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
@@ -74,4 +75,5 @@ def _environment(node: NodeConfig, model: str) -> dict[str, str]:
     elif node.cpus is not None:
         ranks = node.settings.engine_args.tensor_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(node.cpus, ranks)
+        env[SLEEPING_WAITS_ENV] = "1"
     return env

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.kv_rank import KvRank, opened, until
+from support.kv_rank import PROMPT, SOURCE, TARGET, KvRank, finish, opened, until
 
 from splitserve.kv_transfer import messages
 from splitserve.kv_transfer.orders import CloseSend, Decline, SendProgress, StepOrders
 from splitserve.kv_transfer.sending_side import SendingSide
-from splitserve.kv_transfer.transfer_thread import TransferThreadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-PROMPT = list(range(22))
-"""Five full blocks and one that is half full."""
-SOURCE = [3, 9, 4, 11, 7, 2]
-TARGET = [21, 5, 8, 30, 1, 17]
-
-
-@pytest.fixture
-def make_rank(free_port: Callable[[], int]) -> Iterator[Callable[..., KvRank]]:
-    """A function that starts ranks; they are stopped after the test."""
-    ranks: list[KvRank] = []
-
-    def make(incarnation: str, *, port: int = 0, seed: int = 0, **settings: Any) -> KvRank:
-        rank = KvRank(incarnation, port or free_port(), **settings)
-        rank.fill(seed)
-        rank.thread.start()
-        ranks.append(rank)
-        return rank
-
-    yield make
-    for rank in ranks:
-        rank.thread.stop()
-
-
-@pytest.fixture
-def pair(make_rank: Callable[..., KvRank]) -> tuple[KvRank, KvRank]:
-    """A prefill and a decode rank, not introduced to each other."""
-    return make_rank("P", seed=1, stream_min_bytes=1), make_rank("D", seed=2)
+    from collections.abc import Callable
 
 
 def assert_landed(
@@ -50,15 +21,6 @@ def assert_landed(
 ) -> None:
     """The prompt's pages from ``first`` are equal in both memories."""
     np.testing.assert_array_equal(p.pages[:, source[first:]], d.pages[:, target[first:]])
-
-
-def finish(p: KvRank, d: KvRank, transfer_id: str, request: str) -> None:
-    """Close the prefill leg and wait until both sides are done."""
-    until(lambda: d.has_received(request), "pages landed")
-    p.close(transfer_id)
-    until(lambda: p.has_sent(f"p-{transfer_id}"), "source blocks are released")
-    counters = (p.thread.counters(), d.thread.counters())
-    assert (counters[0]["open_sends"], counters[1]["open_receives"]) == (0, 0)
 
 
 def test_layers_travel_while_the_step_runs(pair: tuple[KvRank, KvRank]) -> None:
@@ -255,20 +217,6 @@ def test_an_aborted_prefill_fails_the_receive(pair: tuple[KvRank, KvRank]) -> No
     assert d.failed == {request}
 
 
-def test_other_tokens_are_refused(pair: tuple[KvRank, KvRank]) -> None:
-    """Prompts that were tokenised differently are never written, and the refusal is counted."""
-    p, d = pair
-    untouched = d.pages.copy()
-    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
-    request = d.receive("t", [*PROMPT[:-1], 999], TARGET, p)
-    until(lambda: d.has_received(request), "refused")
-    assert d.failed == {request}
-    assert p.thread.counters()["refused_grants"] == 1
-    np.testing.assert_array_equal(untouched, d.pages)
-    p.close("t")
-    until(lambda: p.has_sent("p-t"), "released")
-
-
 def test_a_preempted_prefill_is_finished_from_other_blocks(pair: tuple[KvRank, KvRank]) -> None:
     """After a preemption every page is written once, from the blocks that hold it then."""
     p, d = pair
@@ -333,90 +281,6 @@ def test_unequal_tensor_parallel_sizes(
     np.testing.assert_array_equal(written, landed)
 
 
-def test_pages_of_half_of_the_heads_are_no_success(make_rank: Callable[..., KvRank]) -> None:
-    """When only one of two prefill ranks is named the receive fails, whatever was delivered."""
-    p = make_rank("P", rank=0, tensor_parallel=2)
-    d = make_rank("D")
-    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
-    request = d.receive("t", PROMPT, TARGET, p)
-    until(lambda: d.has_received(request), "settled")
-    assert d.failed == {request}
-
-
-def test_another_fingerprint_is_turned_away(
-    make_rank: Callable[..., KvRank], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Engines with other weights do not exchange pages; both values are named on D."""
-    p = make_rank("P", fingerprint={"weights": "of Paul"})
-    d = make_rank("D", fingerprint={"weights": "of Dora"})
-    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
-    request = d.receive("t", PROMPT, TARGET, p)
-    until(lambda: d.has_received(request), "turned away")
-    assert d.failed == {request}
-    turned = [r.getMessage() for r in caplog.records if "turned us away" in r.getMessage()]
-    assert "of Paul here, of Dora at the peer" in turned[0]
-    again = d.receive("u", PROMPT, TARGET, p)
-    until(lambda: d.has_received(again), "turned away again")
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"layers": 3}, "layers: 4 here, 3 at the peer"),
-        ({"total_heads": 4}, "KV heads of the model: 2 here, 4 at the peer"),
-        ({"transport": "local"}, "transport: tcp here, local at the peer"),
-    ],
-)
-def test_another_layout_is_turned_away(
-    make_rank: Callable[..., KvRank],
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    words: str,
-) -> None:
-    """Ranks whose pages do not fit each other do not exchange any; both values are named."""
-    p, d = make_rank("P"), make_rank("D", **settings)
-    request = d.receive("t", PROMPT, TARGET, p)
-    until(lambda: d.has_received(request), "turned away")
-    assert words in caplog.text
-
-
-def test_a_wrong_secret_ends_with_the_deadline(make_rank: Callable[..., KvRank]) -> None:
-    """A peer of another cluster is not answered; the request ends when its deadline does."""
-    p = make_rank("P")
-    d = make_rank("D", secret=b"another secret!!", deadline_s=0.5)
-    p.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
-    request = d.receive("t", PROMPT, TARGET, p)
-    until(lambda: d.has_received(request), "expired")
-    assert d.failed == {request}
-    assert d.thread.counters()["expired_receives"] == 1
-
-
-def test_nobody_there_ends_with_the_deadline(
-    make_rank: Callable[..., KvRank], free_port: Callable[[], int]
-) -> None:
-    """A prefill node that cannot be reached costs the deadline, no more."""
-    d = make_rank("D", deadline_s=0.3)
-    absent = KvRank("P", free_port())
-    request = d.receive("t", PROMPT, TARGET, absent)
-    until(lambda: d.has_received(request), "expired")
-    assert d.failed == {request}
-
-
-@pytest.mark.parametrize("address", ["tcp://", "udp://127.0.0.1:1", "nonsense"])
-def test_an_address_that_is_none_fails_at_once(
-    make_rank: Callable[..., KvRank], address: str
-) -> None:
-    """A leg that names no address for its peer fails; the thread goes on."""
-    p, d = make_rank("P"), make_rank("D")
-    real, p.address = p.address, address
-    request = d.receive("t", PROMPT, TARGET, p)
-    until(lambda: d.has_received(request), "failed")
-    p.address = real
-    p.step("u", SOURCE, 0, 6, opens=(opened("u", PROMPT),))
-    finish(p, d, "u", d.receive("u", PROMPT, TARGET, p))
-    assert d.failed == {request}
-
-
 def test_a_restarted_prefill_rank_is_a_new_peer(
     make_rank: Callable[..., KvRank], free_port: Callable[[], int]
 ) -> None:
@@ -467,36 +331,6 @@ def test_an_attempt_that_is_open_is_not_granted_again(pair: tuple[KvRank, KvRank
     finish(p, d, "t", request)
     assert_landed(p, d)
     assert d.failed == {second}
-
-
-def test_an_address_in_use_raises_at_start(make_rank: Callable[..., KvRank]) -> None:
-    """A rank that peers could not reach does not start, and says which address is taken."""
-    p = make_rank("P")
-    second = KvRank("Q", int(p.address.rsplit(":", 1)[1]))
-    with pytest.raises(TransferThreadError, match=r"cannot listen on tcp://127\.0\.0\.1"):
-        second.thread.start()
-    with pytest.raises(TransferThreadError):
-        second.thread.take_results()
-    second.thread.stop()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"transport": "pigeon"},
-        {"transport_settings": {"host": "192.0.2.1"}},
-        {"transport_settings": {"no_such_key": 1}},
-        {"warm_addresses": ("nonsense",)},
-    ],
-)
-def test_a_transport_that_cannot_be_had_raises_at_start(
-    free_port: Callable[[], int], settings: dict[str, Any]
-) -> None:
-    """What cannot work is an error at start, not at the first request."""
-    rank = KvRank("P", free_port(), **settings)
-    with pytest.raises(TransferThreadError):
-        rank.thread.start()
-    rank.thread.stop()
 
 
 def test_stop_may_be_called_twice(make_rank: Callable[..., KvRank]) -> None:
