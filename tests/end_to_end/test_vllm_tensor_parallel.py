@@ -1,8 +1,7 @@
 """Real vLLM engines of different tensor-parallel sizes exchange pages by heads, with the tiny
 model.
 
-Too long for every run: `make test-all` has them. They want a core for each rank of both engines:
-ranks of one engine wait for each other by spinning.
+`make test` has one pair of sizes, `make test-all` the others too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from support.split_client import start_split, stop_split
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LAYERS = 8
 BLOCK = 32
@@ -46,7 +45,12 @@ CPUS = {1: "[0]", 2: "[0, 1]"}
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
-    [(2, 1, "nixl"), (1, 2, "nixl"), (2, 2, "local"), (2, 1, "tcp")],
+    [
+        (2, 1, "nixl"),
+        pytest.param(1, 2, "nixl", marks=pytest.mark.long),
+        pytest.param(2, 2, "local", marks=pytest.mark.long),
+        pytest.param(2, 1, "tcp", marks=pytest.mark.long),
+    ],
 )
 async def test_text_equals_one_engine(
     tiny_model: Path, tmp_path: Path, prefill: int, decode: int, transport: str
