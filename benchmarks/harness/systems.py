@@ -2,6 +2,7 @@
 served".
 
 ``plain``       one vLLM engine without a connector: the answer that all others must give
+``again``       a second start of ``plain``: what two starts differ by
 ``pull``        vLLM's NixlConnector: P answers, then D reads the pages
 ``push``        vLLM's NixlPushConnector: both legs at once, P writes after its prefill
 ``splitserve``  this project's connector: both legs at once, P writes while it computes
@@ -318,7 +319,7 @@ def make_system(
     """The system of this name, not started. Raises ``ValueError`` naming the known ones."""
     shipped = name.endswith("-shipped")
     base = name.removesuffix("-shipped")
-    if base == "plain":
+    if base in ("plain", "again"):
         return System(name, flags, placement)
     if base == "pull":
         return NixlSystem(name, flags, placement, tuned=not shipped)
@@ -335,4 +336,4 @@ def make_system(
             stream_min_bytes=NEVER_STREAM_BYTES,
             log_folder=log_folder,
         )
-    raise ValueError(f"unknown system {name!r}; known: plain, pull, push, splitserve, whole")
+    raise ValueError(f"unknown system {name!r}; known: plain, again, pull, push, splitserve, whole")
