@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ORDER_LIMIT = 10_000
+"""Orders that may wait for a step; a further one is refused."""
 ANSWER_DEADLINE_S = 5.0
 START_DEADLINE_S = 10.0
 POLL_MS = 200
@@ -80,8 +81,14 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The order is queued for the next step."""
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The order is not taken."""
+
+    reason: str
+
+
 Question = AskDescription | AskStatus | GiveUpTransfer | PeerIsDead
-Answer = EngineDescription | EngineStatus | Accepted
+Answer = EngineDescription | EngineStatus | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(Question).decode
@@ -104,7 +111,7 @@ class EngineEndpoint:
         self._secret = secret
         self._description = description
         self._status = status
-        self._orders: deque[GiveUpTransfer | PeerIsDead] = deque(maxlen=ORDER_LIMIT)
+        self._orders: deque[GiveUpTransfer | PeerIsDead] = deque()
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._failure: OSError | None = None
@@ -171,6 +178,8 @@ class EngineEndpoint:
                 answer = self._description
             case AskStatus():
                 answer = self._status()
+            case _ if len(self._orders) >= ORDER_LIMIT:
+                answer = Refused(f"{ORDER_LIMIT:,} orders wait for the engine's next step already")
             case _:
                 self._orders.append(question)
                 answer = Accepted()
@@ -182,7 +191,7 @@ class EngineEndpoint:
 
 class EngineEndpointClient:
     """Asyncio client of one engine's endpoint. Every call raises ``TimeoutError`` after
-    ``ANSWER_DEADLINE_S``.
+    ``ANSWER_DEADLINE_S``, and ``OSError`` when the engine refuses it.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -223,4 +232,7 @@ class EngineEndpointClient:
             while True:
                 answered, payload = await self._socket.recv_multipart()
                 if answered == number:
-                    return _decode_answer(payload)
+                    answer = _decode_answer(payload)
+                    if isinstance(answer, Refused):
+                        raise OSError(answer.reason)
+                    return answer

@@ -68,6 +68,21 @@ async def test_orders_are_queued_for_the_next_step(endpoint: EngineEndpoint, add
     client.close()
 
 
+async def test_an_engine_that_takes_no_steps_refuses_orders(
+    endpoint: EngineEndpoint, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound drops nothing that was accepted: the one too many is refused."""
+    monkeypatch.setattr(engine_endpoint, "ORDER_LIMIT", 1)
+    client = EngineEndpointClient(address, SECRET)
+    await client.peer_died("Q")
+    with pytest.raises(OSError, match="1 orders wait"):
+        await client.peer_died("R")
+    assert endpoint.take_orders() == ((), ("Q",))
+    await client.peer_died("R")
+    assert endpoint.take_orders() == ((), ("R",))
+    client.close()
+
+
 async def test_nobody_there_is_a_timeout(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a call that waits behind another one."""
     monkeypatch.setattr(engine_endpoint, "ANSWER_DEADLINE_S", 0.05)
@@ -115,10 +130,3 @@ def test_an_address_in_use_raises(endpoint: EngineEndpoint, address: str) -> Non
     with pytest.raises(OSError, match="cannot listen"):
         second.start()
     second.stop()
-
-
-def test_orders_are_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that takes no steps does not collect orders without end."""
-    monkeypatch.setattr(engine_endpoint, "ORDER_LIMIT", 2)
-    server = EngineEndpoint(address, SECRET, DESCRIPTION, EngineStatus)
-    assert server._orders.maxlen == 2
