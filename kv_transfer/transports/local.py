@@ -246,13 +246,22 @@ def _prove_identity(peer: str, told: _Description) -> None:
             raise TransportError(f"peer {peer} has ended; another process has its id {told.pid}")
     except OSError as error:
         raise TransportError(f"peer {peer} (process {told.pid}) has ended: {error}") from error
-    found = ctypes.create_string_buffer(_NONCE_BYTES)
-    here = (ctypes.c_uint64 * 2)(ctypes.addressof(found), _NONCE_BYTES)
-    there = (ctypes.c_uint64 * 2)(told.nonce_address, _NONCE_BYTES)
-    if _read_process(told.pid, here, 1, there, 1, 0) < 0:
-        raise TransportError(f"peer {peer}: {_explain(ctypes.get_errno(), told.pid)}")
-    if not secrets.compare_digest(found.raw, told.nonce):
+    try:
+        found = read_process(told.pid, told.nonce_address, _NONCE_BYTES)
+    except TransportError as error:
+        raise TransportError(f"peer {peer}: {error}") from error
+    if not secrets.compare_digest(found, told.nonce):
         raise TransportError(f"process {told.pid} is not peer {peer}: its memory shows other bytes")
+
+
+def read_process(pid: int, address: int, size_bytes: int) -> bytes:
+    """Memory of another process. Raises ``TransportError`` that says what is missing."""
+    found = ctypes.create_string_buffer(size_bytes)
+    here = (ctypes.c_uint64 * 2)(ctypes.addressof(found), size_bytes)
+    there = (ctypes.c_uint64 * 2)(address, size_bytes)
+    if _read_process(pid, here, 1, there, 1, 0) < 0:
+        raise TransportError(_explain(ctypes.get_errno(), pid))
+    return found.raw
 
 
 def _explain(error: int, pid: int) -> str:

@@ -1,7 +1,7 @@
 """What this machine must offer before anything is started: one finding per check, so that ``up``
 refuses and ``doctor`` explains.
 
-Nothing is changed and nothing is loaded; each check takes milliseconds.
+Nothing is changed and no model is loaded; a check takes at most a second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.config import ConfigError, nodes, secret_for, tenants_by_key
 from splitserve.orchestrator.config.checks import fixed_ports
 from splitserve.orchestrator.config.nodes import POOLS
@@ -32,6 +33,7 @@ ENGINE_OVERHEAD_BYTES = 2 * 10**9
 with a small model.
 """
 
+_COPYING_TRANSPORTS = frozenset({"local", "nixl", "ucx"})
 _SOFTWARE_OF_TRANSPORT: dict[str, Software] = {"nixl": "nixl", "ucx": "ucxx"}
 
 
@@ -53,6 +55,7 @@ def findings(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Find
         _ports,
         _model,
         _software,
+        _same_host,
     )
     for check in checks:
         yield check(config)
@@ -216,6 +219,30 @@ def _wrong_builds(config: ClusterConfig) -> tuple[str, ...]:
         for pool in POOLS
         if (config.pool(pool).gpus is not None) == is_cpu_build
     )
+
+
+def _same_host(config: ClusterConfig) -> Finding:
+    """Engines of one host should copy into each other's memory."""
+    check = "copies between engines"
+    wanting = [
+        f"{pool}.transfer.transport"
+        for pool in POOLS
+        if config.pool(pool).transfer.transport in _COPYING_TRANSPORTS
+    ]
+    if not wanting:
+        return Finding(check, "not used by this transport")
+    try:
+        why_not = same_host.obstacle()
+    except OSError as error:
+        return Finding(check, "not tried", (f"{check}: {error}",))
+    if not why_not:
+        return Finding(check, "one process may write into another's memory")
+    needed = [
+        key for key in wanting if config.pool(key.split(".")[0]).transfer.transport == "local"
+    ]
+    if needed:
+        return Finding(check, "refused", (f"{', '.join(needed)}: {why_not}",))
+    return Finding(check, f"refused, UCX will use TCP, which is many times slower: {why_not}")
 
 
 def _secrets(config: ClusterConfig, environ: Mapping[str, str]) -> Finding:

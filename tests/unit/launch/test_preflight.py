@@ -41,6 +41,7 @@ def test_a_mock_cluster_passes() -> None:
         "ports",
         "model",
         "software",
+        "copies between engines",
         "secrets",
     }
     preflight(parse(MOCK), {})
@@ -124,3 +125,36 @@ def test_a_missing_secret(tmp_path: Path) -> None:
 def test_numbers_are_shown_as_ranges(numbers: list[int], expected: str) -> None:
     """As `taskset` and `lscpu` write them."""
     assert subject._listed(numbers) == expected
+
+
+def test_a_machine_that_forbids_copies_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``local`` is refused with the cure."""
+    monkeypatch.setattr(subject.same_host, "obstacle", lambda: "no right to write")
+    assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
+        "prefill.transfer.transport, decode.transfer.transport: no right to write"
+    ]
+
+
+def test_nixl_without_copies_between_engines_is_slow_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It works over TCP, so ``up`` goes on and ``doctor`` tells."""
+    monkeypatch.setattr(subject.same_host, "obstacle", lambda: "no right to write")
+    found = {f.check: f for f in findings(parse(MOCK.replace("tcp", "nixl")), {})}
+    finding = found["copies between engines"]
+    assert not finding.problems
+    assert finding.detail == (
+        "refused, UCX will use TCP, which is many times slower: no right to write"
+    )
+
+
+def test_a_trial_copy_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be tried is not passed."""
+
+    def fails() -> str:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(subject.same_host, "obstacle", fails)
+    assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
+        "copies between engines: no processes left"
+    ]
