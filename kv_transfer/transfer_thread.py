@@ -248,8 +248,8 @@ class TransferThread:
         """Sleep until there may be something to do."""
         if self._commands:
             return
-        must_help = transport.capabilities.target_must_progress and receiving.is_writing
-        is_moving = sending.has_open_writes or (must_help and receiving.expects_last_bytes)
+        must_help = transport.capabilities.target_must_progress and receiving.book.is_writing
+        is_moving = sending.has_open_writes or (must_help and receiving.book.expects_last_bytes)
         if is_moving and monotonic() - max(sending.moved_at, receiving.moved_at) < QUIET_S:
             sleep(NAP_S)
             return
@@ -310,8 +310,8 @@ class TransferThread:
                 self._finished_receiving.add(request_id)
                 if not landed:
                     self._failed_receiving.add(request_id)
-            self._counters = {**sending.book.counters, **receiving.counters}
-            self._open = (sending.book.open_sessions, receiving.open_sessions)
+            self._counters = {**sending.book.counters, **receiving.book.counters}
+            self._open = (sending.book.open_sessions, receiving.book.open_sessions)
         sending.released.clear()
         receiving.finished.clear()
 

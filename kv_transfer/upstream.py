@@ -55,8 +55,6 @@ class Upstream:
         """The peer's introduction on the current connection."""
         self.incarnation = ""
         """Of the peer that was introduced last."""
-        self.refusal = ""
-        """Why the peer has turned us away, until the next hello."""
         self.hello_due = False
         """An introduction was ended by the peer; the next one is asked for after a pause."""
         self.declines: deque[messages.Cancel] = deque(maxlen=DECLINE_LIMIT_TRANSFERS)
@@ -75,7 +73,7 @@ class Upstream:
 
     def say_hello(self) -> None:
         """Ask for an introduction (again)."""
-        self.refusal, self.hello_due = "", False
+        self.hello_due = False
         self.send(self._hello)
 
     def send(self, message: messages.FromDecode) -> None:

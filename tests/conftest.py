@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
     from pathlib import Path
+
+
+# How long an example takes says something about the machine's load, not about the code.
+hypothesis.settings.register_profile(
+    "loaded machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("loaded machine")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -12,7 +12,7 @@ import pytest
 from support.kv_peers import FakePrefill, Sleeper
 from support.kv_rank import KvRank, until
 
-from splitserve.kv_transfer import messages, receiving_side
+from splitserve.kv_transfer import messages, receive_book, receiving_side
 from splitserve.kv_transfer.orders import Decline, StepOrders
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def d(
 ) -> Iterator[KvRank]:
     """A decode rank that asks for fences often; a parameter is how long it bears silence, in s."""
     monkeypatch.setattr(receiving_side, "PING_INTERVAL_S", 0.05)
-    monkeypatch.setattr(receiving_side, "FENCE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(receive_book, "FENCE_INTERVAL_S", 0.05)
     silence_s = getattr(request, "param", 60.0)
     rank = KvRank("D", free_port(), transport="local", peer_silence_s=silence_s, deadline_s=1000.0)
     rank.thread.start()

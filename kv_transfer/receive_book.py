@@ -1,0 +1,413 @@
+"""The receiving side of transfers, pure: who gets which pages, what is said to whom, and when pages
+are ours again.
+
+One ``ReceiveBook`` per transfer thread holds the sessions of all requests whose prompt is computed
+elsewhere. The engine says which blocks it reserves; introductions and messages say who may write to
+them; the book answers with effects, to be performed in their order.
+
+Promises kept here:
+
+* pages are granted only to the very engine that the leg names, and only once per attempt;
+* a request is reported exactly once, and only when nobody may write to its pages any more: every
+  writer has delivered, fenced, is proven dead, or was ended by the transport;
+* a request that was cancelled, or whose deadline ended, asks for its fences until they have come.
+
+What it does not know: sockets, memory, time (``now`` is an argument, in seconds of any monotonic
+clock). What peers say may come in any order and any number of times; a peer speaks only for its own
+incarnation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from splitserve.kv_transfer.messages import Cancel, Delivered, Fenced, Grant, Landed, Writing
+from splitserve.kv_transfer.session_receive import ReceiveSession, Source, SourceState
+
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.messages import FromDecode
+    from splitserve.kv_transfer.orders import BeginReceive, Decline
+
+FENCE_INTERVAL_S = 2.0
+"""Between repeated requests for a fence."""
+GIVEN_UP_LIMIT_TRANSFERS = 10_000
+DEAD_LIMIT_INCARNATIONS = 1_000
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """What is known of a prefill rank that may write to us."""
+
+    incarnation: str
+    heads: frozenset[int]
+    """Global numbers of its KV heads that are ours too."""
+    grants_expected: int
+    """How many decode ranks grant pages for one transfer to it."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An order: send this to the prefill rank at that address."""
+
+    address: str
+    message: FromDecode
+
+
+@dataclass(frozen=True)
+class TellOnce:
+    """An order: send this now, or once the rank is introduced; nobody waits for an answer."""
+
+    address: str
+    message: Cancel
+
+
+@dataclass(frozen=True)
+class Greet:
+    """An order: say hello (again) to the rank at that address."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Expect:
+    """An order: these blocks of every layer may be written under the tag from now on."""
+
+    tag: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """An order: nothing is expected under the tag any more.
+
+    When the transport can promise that no byte lands from now on, ``revoked`` has to be told.
+    """
+
+    session: ReceiveSession
+    address: str
+    tag: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A fact for the engine: the session is over, nobody may write to its pages."""
+
+    session: ReceiveSession
+    landed: bool
+
+
+ReceiveEffect = Tell | TellOnce | Greet | Expect | Revoke | Finish
+
+
+class ReceiveBook:
+    """All receives of one rank. Owned by one thread."""
+
+    def __init__(self, *, heads: frozenset[int], layers: int, deadline_s: float, first_tag: int):
+        self._heads = heads
+        self._layers = layers
+        self._deadline_s = deadline_s
+        self._tags = first_tag
+        self._sessions: dict[tuple[str, int], ReceiveSession] = {}
+        """By transfer id and attempt: an old attempt may still wait for its fence."""
+        self._by_request: dict[str, tuple[str, int]] = {}
+        self._introduced: dict[str, Introduced] = {}
+        self._refused: set[str] = set()
+        """Addresses that have turned us away since the last hello."""
+        self._dead: OrderedDict[str, None] = OrderedDict()
+        self._given_up: OrderedDict[str, str] = OrderedDict()
+        self.counters: dict[str, float] = {
+            "received_transfers": 0,
+            "received_pages": 0,
+            "received_bytes": 0,
+            "failed_receives": 0,
+            "declined_transfers": 0,
+            "expired_receives": 0,
+        }
+
+    # -- what the engine says ------------------------------------------------------------------
+
+    def begin(self, order: BeginReceive, now: float, *, is_callable: bool) -> list[ReceiveEffect]:
+        """Blocks are reserved; they are granted to whom the order names, now or once introduced.
+
+        ``is_callable`` is False when a rank that it names cannot even be called.
+        """
+        key = (order.transfer_id, order.attempt)
+        session = ReceiveSession(
+            transfer_id=order.transfer_id,
+            request_id=order.request_id,
+            attempt=order.attempt,
+            peer_incarnation=order.peer_incarnation,
+            first_block=order.first_block,
+            block_ids=order.block_ids,
+            prompt_tokens=order.prompt_tokens,
+            prompt_hash=order.prompt_hash,
+            heads=self._heads,
+            deadline=now + self._deadline_s,
+            sources={address: Source() for address in order.peer_addresses},
+            times={"reserved": now},
+        )
+        if key in self._sessions:
+            session.cancel("this attempt of the transfer is open here already")
+            return self._finish(session)
+        self._sessions[key] = session
+        self._by_request[order.request_id] = key
+        why_not = self._given_up.pop(order.transfer_id, None)
+        if order.peer_incarnation in self._dead:
+            why_not = "the prefill engine is gone"
+        elif not is_callable:
+            why_not = "a prefill rank cannot be called"
+        if why_not is not None:
+            return self._cancel(session, why_not, now)
+        effects: list[ReceiveEffect] = []
+        for address in order.peer_addresses:
+            introduced = self._introduced.get(address)
+            if introduced is not None and introduced.incarnation == order.peer_incarnation:
+                effects += self._grant(session, address, now)
+            elif introduced is not None or address in self._refused:
+                self._refused.discard(address)
+                effects.append(Greet(address))
+        return [*effects, *self._go_on(session, now)]
+
+    def cancel(self, request_id: str, reason: str, now: float) -> list[ReceiveEffect]:
+        """The engine does not want the request's pages any more."""
+        key = self._by_request.get(request_id)
+        return [] if key is None else self._cancel(self._sessions[key], reason, now)
+
+    def give_up(self, transfer_id: str, reason: str, now: float) -> list[ReceiveEffect]:
+        """The prefill leg will not come; also when that is known before the decode leg is here."""
+        sessions = self._where(transfer_id=transfer_id)
+        if not sessions:
+            _remember(self._given_up, transfer_id, reason, GIVEN_UP_LIMIT_TRANSFERS)
+        return [e for session in sessions for e in self._cancel(session, reason, now)]
+
+    def decline(self, decline: Decline) -> list[ReceiveEffect]:
+        """This engine computes a prompt itself: whoever prefills it need not keep it."""
+        self.counters["declined_transfers"] += 1
+        cancel = Cancel(
+            transfer_id=decline.transfer_id, attempt=decline.attempt, reason=decline.reason
+        )
+        return [TellOnce(address, cancel) for address in decline.peer_addresses]
+
+    # -- what is known of peers ----------------------------------------------------------------
+
+    def welcomed(self, address: str, introduced: Introduced, now: float) -> list[ReceiveEffect]:
+        """The rank at that address may write to us from now on, if it is given pages."""
+        self._introduced[address] = introduced
+        self._refused.discard(address)
+        effects: list[ReceiveEffect] = []
+        for session in self._where(address=address):
+            state = session.sources[address].state
+            if state is SourceState.UNKNOWN:
+                effects += self._grant(session, address, now)
+            elif session.peer_incarnation != introduced.incarnation:
+                session.cancel("the prefill engine was restarted")
+            effects += self._go_on(session, now)
+        return effects
+
+    def turned_away(self, address: str, reason: str, now: float) -> list[ReceiveEffect]:
+        """The rank answered our hello with a refusal: nobody waits for its introduction."""
+        self._refused.add(address)
+        effects: list[ReceiveEffect] = []
+        for session in self._where(address=address):
+            if address in session.unasked:
+                effects += self._cancel(session, reason, now)
+        return effects
+
+    def lost(self, address: str, reason: str, now: float) -> list[ReceiveEffect]:
+        """The introduction holds no more; ranks that were not granted anything are waited for."""
+        self._introduced.pop(address, None)
+        effects: list[ReceiveEffect] = []
+        for session in self._where(address=address):
+            if address in session.unfenced:
+                effects += self._cancel(session, reason, now)
+        return effects
+
+    def process_gone(self, address: str, incarnation: str, now: float) -> list[ReceiveEffect]:
+        """That rank's process has ended; its engine grants nothing any more."""
+        for session in self._where(incarnation=incarnation, address=address):
+            session.ended(address, "the prefill engine's process is gone")
+        return self._bury(incarnation, now)
+
+    def incarnation_gone(self, incarnation: str, now: float) -> list[ReceiveEffect]:
+        """Every process of an engine is proven dead: it writes nothing any more."""
+        for session in self._where(incarnation=incarnation):
+            for address in session.sources:
+                session.ended(address, "the prefill engine is gone")
+        return self._bury(incarnation, now)
+
+    # -- what peers say ------------------------------------------------------------------------
+
+    def reported(
+        self,
+        address: str,
+        incarnation: str,
+        message: Writing | Delivered | Fenced,
+        now: float,
+    ) -> list[ReceiveEffect] | None:
+        """A rank speaks of a transfer. None when it is not the engine that was given the pages."""
+        session = self._sessions.get((message.transfer_id, message.attempt))
+        if session is None or session.peer_incarnation != incarnation:
+            return None
+        if isinstance(message, Writing):
+            session.times.setdefault("writing", now)
+            session.is_last_posted = session.is_last_posted or message.last
+            return []
+        if isinstance(message, Delivered):
+            session.times["delivered"] = now
+            session.delivered(address, message.pages, message.bytes)
+        else:
+            session.ended(address, message.reason)
+        return self._go_on(session, now)
+
+    def revoked(self, session: ReceiveSession, address: str) -> list[ReceiveEffect]:
+        """The transport promises that nothing lands under the revoked tag any more."""
+        session.ended(address, session.cancel_reason or "the transport ended the writer")
+        return self._settle(session)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[ReceiveEffect]:
+        """What time alone brings."""
+        effects: list[ReceiveEffect] = []
+        for session in list(self._sessions.values()):
+            if session.cancel_reason is None and session.deadline <= now:
+                self.counters["expired_receives"] += 1
+                effects += self._cancel(
+                    session, f"not delivered within {self._deadline_s:g} s", now
+                )
+            elif session.cancel_reason and now - session.fence_asked_at >= FENCE_INTERVAL_S:
+                effects += self._cancel(session, session.cancel_reason, now)
+        return effects
+
+    @property
+    def open_sessions(self) -> int:
+        """Requests that wait for pages, or whose pages cannot be given back yet."""
+        return len(self._sessions)
+
+    @property
+    def is_writing(self) -> bool:
+        """A peer has begun to write to us."""
+        return any("writing" in session.times for session in self._sessions.values())
+
+    @property
+    def expects_last_bytes(self) -> bool:
+        """A peer has posted its last write to us."""
+        return any(session.is_last_posted for session in self._sessions.values())
+
+    def waits_for(self, address: str, incarnation: str | None = None) -> bool:
+        """Whether a session needs the rank at that address (of that engine)."""
+        return bool(self._where(address=address, incarnation=incarnation))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _grant(self, session: ReceiveSession, address: str, now: float) -> list[ReceiveEffect]:
+        """The source is introduced: give it the pages of the heads that it holds."""
+        introduced = self._introduced[address]
+        if (
+            session.sources[address].state is not SourceState.UNKNOWN
+            or session.cancel_reason is not None
+        ):
+            return []
+        if introduced.incarnation != session.peer_incarnation:
+            session.ended(address, "the prefill engine was restarted meanwhile")
+            return []
+        if not introduced.heads:
+            session.absent(address)
+            return []
+        self._tags += 1
+        pages = self._layers * len(session.block_ids)
+        session.granted(address, self._tags, pages, introduced.heads)
+        session.times.setdefault("granted", now)
+        grant = Grant(
+            transfer_id=session.transfer_id,
+            attempt=session.attempt,
+            tag=self._tags,
+            first_block=session.first_block,
+            block_ids=session.block_ids,
+            prompt_tokens=session.prompt_tokens,
+            prompt_hash=session.prompt_hash,
+            grants_expected=introduced.grants_expected,
+        )
+        return [Expect(self._tags, session.block_ids), Tell(address, grant)]
+
+    def _go_on(self, session: ReceiveSession, now: float) -> list[ReceiveEffect]:
+        """After something has happened to a session."""
+        if session.cancel_reason is not None:
+            return self._cancel(session, session.cancel_reason, now)
+        return self._settle(session)
+
+    def _cancel(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
+        """Take the pages back: at once where the transport can, else when the writer has fenced."""
+        cancel = Cancel(transfer_id=session.transfer_id, attempt=session.attempt, reason=reason)
+        effects: list[ReceiveEffect] = [TellOnce(address, cancel) for address in session.unasked]
+        session.cancel(reason)
+        session.fence_asked_at = now
+        for address in session.unfenced:
+            introduced = self._introduced.get(address)
+            if introduced is not None and introduced.incarnation == session.peer_incarnation:
+                effects.append(Tell(address, cancel))
+            effects.append(Revoke(session, address, session.sources[address].tag))
+        return [*effects, *self._settle(session)]
+
+    def _settle(self, session: ReceiveSession) -> list[ReceiveEffect]:
+        """End the session if nobody may write to its pages any more."""
+        key = (session.transfer_id, session.attempt)
+        if session.outcome is None or self._sessions.get(key) is not session:
+            return []
+        del self._sessions[key]
+        del self._by_request[session.request_id]
+        effects: list[ReceiveEffect] = []
+        for address, source in session.sources.items():
+            if source.tag:
+                effects.append(Revoke(session, address, source.tag))
+            introduced = self._introduced.get(address)
+            if (
+                source.state is SourceState.DELIVERED
+                and introduced is not None
+                and introduced.incarnation == session.peer_incarnation
+            ):
+                landed = Landed(transfer_id=session.transfer_id, attempt=session.attempt)
+                effects.append(Tell(address, landed))
+        return [*effects, *self._finish(session)]
+
+    def _finish(self, session: ReceiveSession) -> list[ReceiveEffect]:
+        landed = session.outcome == "landed"
+        if landed:
+            self.counters["received_transfers"] += 1
+            self.counters["received_pages"] += session.pages
+            self.counters["received_bytes"] += session.bytes
+        else:
+            self.counters["failed_receives"] += 1
+        return [Finish(session, landed)]
+
+    def _bury(self, incarnation: str, now: float) -> list[ReceiveEffect]:
+        """An engine of which a process is gone grants nothing any more."""
+        _remember(self._dead, incarnation, None, DEAD_LIMIT_INCARNATIONS)
+        effects: list[ReceiveEffect] = []
+        for session in self._where(incarnation=incarnation):
+            effects += self._cancel(session, "the prefill engine is gone", now)
+        return effects
+
+    def _where(
+        self,
+        *,
+        transfer_id: str | None = None,
+        address: str | None = None,
+        incarnation: str | None = None,
+    ) -> list[ReceiveSession]:
+        """Open sessions of which all that is given is true."""
+        return [
+            session
+            for session in self._sessions.values()
+            if transfer_id in (None, session.transfer_id)
+            and incarnation in (None, session.peer_incarnation)
+            and (address is None or address in session.sources)
+        ]
+
+
+def _remember(known: OrderedDict[str, Any], key: str, value: Any, limit: int) -> None:
+    known[key] = value
+    while len(known) > limit:
+        known.popitem(last=False)
