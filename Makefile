@@ -5,6 +5,7 @@ BIN := .venv/bin
 # Hugging Face's package of the same name from transformers.
 PYTEST := $(BIN)/pytest
 PYTEST_ARGS ?=
+CONFIG ?= quickstart
 
 .DEFAULT_GOAL := help
 .PHONY: help install model quickstart test test-fast test-all check check-format check-lint check-types fmt bench clean
@@ -19,7 +20,7 @@ model: install ## Prepare the small real model that the quickstart and the tests
 	@$(BIN)/splitserve model prepare smollm2-135m
 
 quickstart: model ## Bring up one prefill node, one decode node and the router; answer one chat; stop
-	@$(BIN)/splitserve quickstart
+	@$(BIN)/splitserve quickstart $(CONFIG)
 
 test: model ## What CI runs: every test but the long matrices and those that need a GPU
 	$(PYTEST) -m "not gpu and not long" $(PYTEST_ARGS)

@@ -142,6 +142,13 @@ class EngineEndpoint:
                 dead.append(order.incarnation)
         return tuple(given_up), tuple(dead)
 
+    def order(self, order: GiveUpTransfer | PeerIsDead) -> Accepted | Refused:
+        """Keep an order for the engine's next step, up to a bound."""
+        if len(self._orders) >= ORDER_LIMIT:
+            return Refused(f"{ORDER_LIMIT:,} orders wait for the engine's next step already")
+        self._orders.append(order)
+        return Accepted()
+
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
@@ -178,11 +185,8 @@ class EngineEndpoint:
                 answer = self._description
             case AskStatus():
                 answer = self._status()
-            case _ if len(self._orders) >= ORDER_LIMIT:
-                answer = Refused(f"{ORDER_LIMIT:,} orders wait for the engine's next step already")
             case _:
-                self._orders.append(question)
-                answer = Accepted()
+                answer = self.order(question)
         try:
             router.send_multipart([identity, number, _encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError as error:

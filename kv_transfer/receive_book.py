@@ -281,6 +281,10 @@ class ReceiveBook:
                 effects += self._cancel(session, session.cancel_reason, now)
         return effects
 
+    def sessions(self) -> list[ReceiveSession]:
+        """The open sessions, for audits."""
+        return list(self._sessions.values())
+
     @property
     def open_sessions(self) -> int:
         """Requests that wait for pages, or whose pages cannot be given back yet."""

@@ -5,6 +5,7 @@
 # usage: scripts/install.sh             (make install)
 #   PYTHON=python3.12                   interpreter for .venv, 3.11 or newer
 #   SPLITSERVE_ENGINE=cpu|cuda|none     instead of looking for an NVIDIA GPU
+# Both are remembered: a later run without them keeps what .venv was made with. Another choice makes .venv anew.
 #
 # Each step is remembered in .venv with a hash of what went into it; a run that finds nothing to do takes a second or two.
 
@@ -27,7 +28,8 @@ main() {
   local engine interpreter
   engine=$(choose_engine)
   interpreter=$(interpreter_identity)
-  once environment "$interpreter $PWD" make_environment
+  once environment "$interpreter $PWD $engine" make_environment
+  echo "$engine" >"$VENV/.engine"
   once system-packages "$engine" install_system_packages "$engine"
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
@@ -38,20 +40,25 @@ main() {
 choose_engine() {
   case "${SPLITSERVE_ENGINE:-auto}" in
     cpu | cuda | none) echo "$SPLITSERVE_ENGINE" ;;
-    auto) if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo cuda; else echo cpu; fi ;;
+    auto) if [ -s "$VENV/.engine" ]; then cat "$VENV/.engine"; elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo cuda; else echo cpu; fi ;;
     *) die "SPLITSERVE_ENGINE must be cpu, cuda or none, not '$SPLITSERVE_ENGINE'" ;;
   esac
 }
 
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+  for candidate in ${PYTHON:-$(made_with) python3 python3.11 python3.12 python3.13 python3.14}; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
   die "no Python 3.11 or newer found (tried: ${PYTHON:-python3, python3.11 to python3.14}); set PYTHON=/path/to/python"
+}
+
+# The interpreter that .venv was made with, while it still works.
+made_with() {
+  [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c 'import os, sys; print(os.path.realpath(sys.executable))' 2>/dev/null || true
 }
 
 interpreter_identity() {
@@ -74,11 +81,13 @@ make_environment() {
 }
 
 install_system_packages() {
-  [ "$1" = cpu ] || return 0
+  [ "$1" != none ] || return 0
   local missing=()
-  has_library libnuma.so.1 || missing+=(libnuma1)    # vLLM's CPU build links to it
-  command -v g++ >/dev/null || missing+=(g++)        # vLLM compiles small kernels when logprobs are first asked for
-  if [ ${#missing[@]} -gt 0 ]; then debian_packages "${missing[*]}" "for the CPU engine"; fi
+  if [ "$1" = cpu ]; then has_library libnuma.so.1 || missing+=(libnuma1); fi  # vLLM's CPU build links to it
+  # vLLM compiles small kernels when logprobs are first asked for, with Python's headers
+  command -v g++ >/dev/null || missing+=(g++)
+  has_python_header || missing+=(python3-dev)
+  if [ ${#missing[@]} -gt 0 ]; then debian_packages "${missing[*]}" "for the engine"; fi
   if ! command -v ip >/dev/null; then
     say "note: 'ip' (Debian: iproute2) is missing; only the benchmarks on a shaped link need it"
   fi
@@ -146,6 +155,10 @@ step() {
 }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+has_python_header() {
+  "$VENV/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
 
 has_library() { [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *"$1"* ]]; }
 

@@ -383,5 +383,5 @@ def _load(net_devices: str) -> tuple[Any, Any]:
         )
     except ImportError as error:
         raise TransportError(
-            f"the transport 'ucx' needs ucxx (pip install 'splitserve[ucx]'): {error}"
+            f"the transport 'ucx' needs ucxx (pip install 'ucxx-cu12==0.52.*'): {error}"
         ) from error

@@ -73,6 +73,7 @@ class _Run:
             nodes=tuple(node.name for node in nodes(plan.config)),
             phase="starting",
             started=time.time(),
+            log_dir=str(plan.config.observability.log_dir),
         )
 
     async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
@@ -117,7 +118,8 @@ class _Run:
                     return True
                 if time.monotonic() > end:
                     raise StartError(
-                        f"not ready after {limit:.0f} s; see the logs in {self._files.log_dir}"
+                        f"not ready after {limit:.0f} s; see the logs in "
+                        f"{self._plan.config.observability.log_dir}"
                     )
                 await self._pause(_POLL_S)
         return False
@@ -126,7 +128,8 @@ class _Run:
         self._note("serving")
         status = await self._launcher.status()
         print_endpoints(self._console, self._plan.config, self._launcher.url, status)
-        self._console.print(f"logs: {self._files.log_dir}", highlight=False, soft_wrap=True)
+        logs = self._plan.config.observability.log_dir
+        self._console.print(f"logs: {logs}", highlight=False, soft_wrap=True)
         if while_serving is None:
             self._console.print("serving; Ctrl-C stops everything", highlight=False)
             await self._watch()

@@ -176,7 +176,7 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "pid": record.pid,
         "source": record.source,
         "uptime_s": round(time.time() - record.started, 1),
-        "log_dir": str(files.log_dir),
+        "log_dir": record.log_dir,
         "nodes": [msgspec.to_builtins(node) for node in nodes if node is not None],
     }
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -33,11 +34,14 @@ OWNED_ENGINE_ARGS = {
     ),
     "distributed_executor_backend": "splitserve starts and watches the engine's processes itself",
     "config": "write the engine's options under `engine_args`",
+    "speculative_config": "speculative decoding cannot be combined with a split yet",
     "uds": "the router reaches engines over TCP",
     "ssl_keyfile": "the engines listen on loopback; put TLS in front of the router",
     "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
 }
 """Flags that splitserve sets itself, and what to write instead."""
+TYPING_ERROR_RATIO = 0.9
+"""An engine flag that is so similar to a key of ours is taken for a misspelt one."""
 
 
 def problems_between_keys(config: ClusterConfig) -> list[str]:
@@ -123,10 +127,13 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
         )
     for key in settings.engine_args.passed_on:
         name = key.replace("-", "_").removeprefix("no_")
+        known = difflib.get_close_matches(name, type(settings.engine_args).model_fields, n=1)
         if name in OWNED_ENGINE_ARGS:
             problems.append(
                 f"{pool}.engine_args.{key}: set by splitserve; {OWNED_ENGINE_ARGS[name]}"
             )
+        elif known and difflib.SequenceMatcher(None, name, known[0]).ratio() > TYPING_ERROR_RATIO:
+            problems.append(f"{pool}.engine_args.{key}: did you mean {known[0]!r}?")
     return problems
 
 

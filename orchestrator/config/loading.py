@@ -127,9 +127,35 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
         return f"{where}: unknown key; {remedy}"
     if kind == "missing":
         return f"{where}: required, but missing"
+    value = item.get("input")
+    if kind in _REMEDIES:
+        return f"{where}: {_REMEDIES[kind].format(key=location[-1])}{_got(value)}"
+    if kind in ("model_type", "dict_type") and value is None:
+        return f"{where}: is empty; give keys below it, or remove the line"
+    if kind in ("model_type", "dict_type"):
+        return f"{where}: a section with keys{_as_section(location, value)}{_got(value)}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + _got(item.get("input"))
+
+
+_REMEDIES = {
+    "int_type": "a whole number, without quotes or unit",
+    "int_from_float": "a whole number",
+    "float_type": "a number, in the unit that the key's end names (`60`, not `1m`)",
+    "string_type": 'text; put it in quotes: `{key}: "..."`',
+    "bool_type": "true or false, without quotes",
+    "list_type": "a list (of lists where each replica has its own: `[[0], [1]]`)",
+}
+"""What to write, by pydantic's name of the mistake."""
+
+
+def _as_section(location: tuple[int | str, ...], value: object) -> str:
+    """How a single value is written as a section, where one of its keys is the likely meaning."""
+    known = _known_keys(location)
+    if not known or not isinstance(value, str):
+        return ""
+    return f"; write `{location[-1]}: {{{known[0]}: {value}}}`?"
 
 
 def _got(value: object) -> str:

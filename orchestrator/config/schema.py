@@ -95,7 +95,9 @@ class RouterConfig(Section):
     """Seconds a request may wait in that queue before it gets status 503."""
 
     first_token_deadline_s: Seconds = 300.0
-    """Seconds from dispatch to the first token; after that the request ends with an error."""
+    """Seconds from dispatch to the first token of a streamed answer; after that the request ends
+    with an error. Other answers have `request_deadline_s`.
+    """
 
     request_deadline_s: Seconds = 3600.0
     """Seconds from arrival to the last token; after that the request ends with an error."""
@@ -134,13 +136,13 @@ class TransferConfig(Section):
     """
 
     lease_s: Seconds = 30.0
-    """Seconds a prefill node holds the KV of a finished prompt until the decode node's first token
-    is reported.
+    """Seconds a prefill node holds the KV of a finished prompt until the decode node acknowledges
+    that it has landed; also how long a grant waits for its prefill request.
     """
 
     deadline_s: Seconds = 120.0
-    """Seconds a decode node waits for a transfer to complete before the attempt is failed; longer
-    than the longest prefill.
+    """Seconds a decode node waits for a transfer to complete; after that it computes the prompt
+    itself. Longer than the longest prefill.
     """
 
     host: str = "127.0.0.1"
@@ -218,8 +220,8 @@ class PoolConfig(Section):
     """What the engines are started with."""
 
     env: dict[str, str] = {}
-    """Environment variables of the engines, added to those splitserve sets; values of names with
-    KEY, TOKEN, SECRET or PASSWORD are hidden in output.
+    """Environment variables of the engines; they win over those that splitserve sets. Values of
+    names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
 
     host: str = "127.0.0.1"
@@ -241,8 +243,9 @@ class ConditionalConfig(Section):
     """When a request is not split."""
 
     min_uncached_tokens: int = Field(default=0, ge=0)
-    """Prompts with fewer tokens that the decode node does not hold already are computed by the
-    decode node alone; 0 splits every request that can be split.
+    """Prompts of fewer tokens are computed by the decode node alone; 0 splits every request that
+    can be split. Counted exactly for token ids, else estimated from the text's length; what a
+    prefix cache holds is not subtracted.
     """
 
 
@@ -253,8 +256,8 @@ class PolicyConfig(Section):
     """When a request is not split."""
 
     max_attempts: int = Field(default=2, ge=1)
-    """How often the prefill of one request is tried before the decode node computes the prompt
-    itself.
+    """Decode nodes that one request is tried on before its first data; then the client gets an
+    error. A failed prefill is not tried again: the decode node computes the prompt itself.
     """
 
 
@@ -295,14 +298,16 @@ class ObservabilityConfig(Section):
     """Logs and measures."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level of splitserve's own logs."""
+    """Least level of splitserve's own logs; `warning` and `error` leave out the router's line per
+    request.
+    """
 
     log_dir: str | None = None
     """Folder for one log file per process; by default below the user's state folder."""
 
     timeline_requests: int = Field(default=1024, ge=0)
-    """Finished requests whose timeline the router keeps for `splitserve status` and the
-    quickstart's report.
+    """Finished requests whose timeline the router keeps (`/internal/timeline/REQUEST_ID`; the
+    quickstart shows one).
     """
 
 

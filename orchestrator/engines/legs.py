@@ -56,15 +56,15 @@ class Legs:
         self._prefills = Prefills(description.block_tokens)
         self._reservations = Reservations(description.block_tokens)
         self._ignored_params = 0
-        self._endpoint = EngineEndpoint(endpoint_address, secret, description, self.status)
+        self.endpoint = EngineEndpoint(endpoint_address, secret, description, self.status)
 
     def start(self) -> None:
         """The agent can reach the endpoint. Raises ``OSError`` when its address is taken."""
-        self._endpoint.start()
+        self.endpoint.start()
 
     def stop(self) -> None:
         """The endpoint's thread has ended."""
-        self._endpoint.stop()
+        self.endpoint.stop()
 
     def arrived(
         self,
@@ -115,7 +115,7 @@ class Legs:
         """Everything the workers must know before the coming step."""
         preempted, opens, progress, closes = self._prefills.take_orders()
         receives, cancels, declines = self._reservations.take_orders()
-        given_up, dead_peers = self._endpoint.take_orders()
+        given_up, dead_peers = self.endpoint.take_orders()
         return StepOrders(
             preempted=preempted,
             opens=opens,
@@ -142,7 +142,7 @@ class Legs:
     def has_orders(self) -> bool:
         """Whether the workers must be told something although no request runs."""
         return (
-            self._endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
+            self.endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
         )
 
     def status(self) -> EngineStatus:

@@ -39,6 +39,7 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     """``starting``, ``serving`` or ``stopping``."""
     started: float
     """Unix time."""
+    log_dir: str
 
 
 @dataclass(frozen=True)

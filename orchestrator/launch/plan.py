@@ -6,12 +6,14 @@ import re
 import secrets
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from splitserve.orchestrator.config import load, nodes, secret_for
+from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
 from splitserve.orchestrator.engines.command import engine_command
+from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.ports import with_ports
 from splitserve.orchestrator.launch.preflight import model_of, preflight
 
@@ -30,7 +32,7 @@ class Plan:
 
     source: str
     config: ClusterConfig
-    """With every port filled in."""
+    """With every port and the folder of the logs filled in."""
     model: str
     """Folder or Hub id for the engines."""
     run: str
@@ -43,9 +45,20 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     has been started.
     """
     config = load(source)
-    preflight(config, environ)
-    config = with_ports(config)
+    try:
+        preflight(config, environ)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from error
+    config = with_log_dir(with_ports(config))
     return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config))
+
+
+def with_log_dir(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the folder of its logs as an absolute path."""
+    configured = config.observability.log_dir
+    folder = Path(configured).expanduser() if configured else ClusterFiles(config.name).log_dir
+    observability = config.observability.model_copy(update={"log_dir": str(folder.absolute())})
+    return config.model_copy(update={"observability": observability})
 
 
 def shown_config(config: ClusterConfig) -> str:

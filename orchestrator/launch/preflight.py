@@ -160,15 +160,33 @@ def _ports(config: ClusterConfig) -> Finding:
     for port, host, use in uses:
         try:
             free = is_free(port, host)
-        except OSError as error:
-            problems.append(f"{use}: this machine cannot listen on {host}: {error.strerror}")
-            continue
+        except OSError:
+            continue  # Told once per host below.
         if not free:
             problems.append(
                 f"{use}: port {port} on {host} is in use{_user_of(port)}; "
                 "stop that, or choose another port (0 takes a free one)"
             )
+    problems += _foreign_hosts(config)
     return Finding("ports", f"{len(uses)} fixed ports", tuple(problems))
+
+
+def _foreign_hosts(config: ClusterConfig) -> list[str]:
+    """Addresses on which nothing can listen here, whatever the port."""
+    hosts = {"router.host": config.router.host}
+    for pool in POOLS:
+        settings = config.pool(pool)
+        hosts |= {f"{pool}.host": settings.host, f"{pool}.transfer.host": settings.transfer.host}
+    problems = []
+    for key, host in hosts.items():
+        try:
+            is_free(0, host)
+        except OSError as error:
+            problems.append(
+                f"{key}: this machine cannot listen on {host} ({error.strerror or error}); "
+                "use an address that `ip addr` lists, or 127.0.0.1"
+            )
+    return problems
 
 
 def _user_of(port: int) -> str:
@@ -215,7 +233,9 @@ def _wrong_builds(config: ClusterConfig) -> tuple[str, ...]:
     build, wrong, right = ("CPU", "gpus", "cpus") if is_cpu_build else ("GPU", "cpus", "gpus")
     return tuple(
         f"{pool}.{wrong}: the installed vLLM is its {build} build; "
-        f"give {pool}.{right} instead, or install the other build"
+        f"give {pool}.{right} instead (built-in example: "
+        f"{'quickstart' if is_cpu_build else 'quickstart-cuda'}), or install the other build: "
+        f"rm -rf .venv && SPLITSERVE_ENGINE={'cuda' if is_cpu_build else 'cpu'} make install"
         for pool in POOLS
         if (config.pool(pool).gpus is not None) == is_cpu_build
     )

@@ -153,7 +153,9 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
     if model is not None and type(model) is not str:
         raise ApiError(400, "'model' must be a string", param="model")
     if model is not None and model not in models:
-        raise ApiError(404, f"The model `{model}` does not exist.", param="model")
+        served = ", ".join(f"`{name}`" for name in sorted(models)) or "none yet"
+        message = f"The model `{model}` does not exist; served here: {served}."
+        raise ApiError(404, message, param="model")
     is_streaming = fields.get("stream")
     if is_streaming is not None and type(is_streaming) is not bool:
         raise ApiError(400, "'stream' must be a boolean", param="stream")

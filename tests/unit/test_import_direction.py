@@ -30,7 +30,12 @@ MAY_IMPORT = {
 }
 KNOWS_VLLM = "orchestrator/engines/vllm/"
 
-PURE = ("kv_transfer/session*.py", "kv_transfer/layout.py", "orchestrator/core/**/*.py")
+PURE = (
+    "kv_transfer/session*.py",
+    "kv_transfer/*_book.py",
+    "kv_transfer/layout.py",
+    "orchestrator/core/**/*.py",
+)
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}
 
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "util", "misc"}

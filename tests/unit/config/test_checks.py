@@ -87,6 +87,21 @@ def test_flags_that_splitserve_sets_are_refused(key: str) -> None:
     assert problem.startswith(f"prefill.engine_args.{key}: set by splitserve; ")
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("block-size", "block_size"),
+        ("tensor-parallel-size", "tensor_parallel_size"),
+        ("max_modl_len", "max_model_len"),
+        ("no-enforce-eager", "enforce_eager"),
+    ],
+)
+def test_misspelt_engine_args_do_not_pass_the_checks_by(key: str, meant: str) -> None:
+    """What would go to the engine beside a key that is checked is refused, naming that key."""
+    problem = problems_of(f"prefill: {{cpus: [[0]], engine_args: {{{key}: 1}}}}\n")[0]
+    assert problem == f"prefill.engine_args.{key}: did you mean {meant!r}?"
+
+
 def test_ports_that_overlap_are_refused() -> None:
     """Two uses of one port are named; ports left open are not compared."""
     text = "engine: mock\nprefill: {port_base: 8000}\n"

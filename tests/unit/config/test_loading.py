@@ -60,7 +60,7 @@ def test_only_the_model_is_required() -> None:
         ),
         (
             "router: {port: '8000'}",
-            "router.port (line 3): input should be a valid integer (got '8000')",
+            "router.port (line 3): a whole number, without quotes or unit (got '8000')",
         ),
         (
             "router: {port: 70000}",
@@ -68,7 +68,27 @@ def test_only_the_model_is_required() -> None:
         ),
         (
             "prefill: {cpus: [[a]]}",
-            "prefill.cpus[0][0] (line 3): input should be a valid integer (got 'a')",
+            "prefill.cpus[0][0] (line 3): a whole number, without quotes or unit (got 'a')",
+        ),
+        (
+            "prefill: {cpus: [1]}",
+            "prefill.cpus[0] (line 3): a list (of lists where each replica has its own: "
+            "`[[0], [1]]`) (got 1)",
+        ),
+        ("prefill:", "prefill (line 3): is empty; give keys below it, or remove the line"),
+        (
+            "decode: fast",
+            "decode (line 3): a section with keys; write `decode: {replicas: fast}`? (got 'fast')",
+        ),
+        (
+            "prefill: {env: {OMP_NUM_THREADS: 1}}",
+            'prefill.env.OMP_NUM_THREADS (line 3): text; put it in quotes: `OMP_NUM_THREADS: "..."`'
+            " (got 1)",
+        ),
+        (
+            "decode: {transfer: {lease_s: 1m}}",
+            "decode.transfer.lease_s (line 3): a number, in the unit that the key's end names "
+            "(`60`, not `1m`) (got '1m')",
         ),
         (
             "security: {api_keys: [{tenant: a}]}",

@@ -25,6 +25,7 @@ RECORD = ClusterRecord(
     nodes=("prefill-0",),
     phase="serving",
     started=0.0,
+    log_dir="/logs",
 )
 
 

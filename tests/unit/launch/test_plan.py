@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import yaml
 
-from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.config import ConfigError, parse
 from splitserve.orchestrator.launch.plan import plan, shown_commands, shown_config, shown_env
 
 if TYPE_CHECKING:
@@ -35,6 +36,34 @@ def test_the_shown_configuration_can_be_read_again(tmp_path: Path) -> None:
     again = parse(shown)
     assert again.prefill.port_base == prepared.config.prefill.port_base > 0
     assert yaml.safe_load(shown)["prefill"]["env"]["PLAIN"] == "seen"
+
+
+@pytest.mark.parametrize("log_dir", ["~/logs", "logs", None])
+def test_the_folder_of_the_logs_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_dir: str | None
+) -> None:
+    """All processes of a cluster find the same folder, wherever they run."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT + (f"observability: {{log_dir: {log_dir}}}\n" if log_dir else ""))
+    found = plan(str(path), {}).config.observability.log_dir
+    expected = tmp_path / "logs" if log_dir else tmp_path / "state/splitserve/default/logs"
+    assert found == str(expected)
+
+
+def test_problems_of_this_machine_name_the_file(tmp_path: Path) -> None:
+    """An address that this machine has not got is found before anything starts."""
+    path = tmp_path / "cluster.yaml"
+    text = TEXT.replace("transfer: {transport: tcp}}", "transfer: {transport: tcp, host: HOST}}")
+    text = text.replace("HOST", "192.0.2.1")
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        plan(str(path), {})
+    (problem,) = caught.value.problems
+    assert problem.startswith("decode.transfer.host: this machine cannot listen on 192.0.2.1 (")
+    assert caught.value.source == str(path)
 
 
 def test_the_shown_commands_hold_no_secret(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""One seed: a cluster, requests, faults, and the end, at which nothing may be left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simulation.cluster import ROUTER, Cluster, random_client
+from simulation.network import Weather
+from simulation.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOAD_S = 8.0
+"""Requests arrive and faults begin within this time."""
+LONGEST_FAULT_S = 15.0
+SETTLE_S = 60.0
+"""After the last fault: longer than every deadline, lease and silence together."""
+STEP_LIMIT = 200_000
+
+
+@dataclass
+class Result:
+    """What one seed was."""
+
+    seed: int
+    steps: int
+    requests: int
+    faults: int
+    outcomes: dict[str, int]
+
+
+def run(seed: int, *, requests: int = 12, faults: int = 4) -> Result:
+    """Run a seed to its end. Raises ``InvariantError``, or any assertion of the code under test."""
+    world = World(seed)
+    random = world.random
+    cluster = Cluster(world, random.randint(1, 2), random.randint(1, 2))
+    for number in range(requests):
+        client = random_client(cluster, number)
+        world.at(random.random() * LOAD_S, cluster.ask, client)
+    for _ in range(faults):
+        world.at(random.random() * LOAD_S, random.choice(FAULTS), cluster)
+    end = LOAD_S + LONGEST_FAULT_S + SETTLE_S
+    while world.now < end and world.step():
+        if world.steps > STEP_LIMIT:
+            world.fail(f"more than {STEP_LIMIT} steps")
+        if is_over(cluster):
+            break
+    left = cluster.leftovers()
+    if left:
+        world.fail("left at the end: " + "; ".join(left))
+    outcomes: dict[str, int] = {}
+    for client in cluster.clients.values():
+        outcomes[client.outcome] = outcomes.get(client.outcome, 0) + 1
+    return Result(seed, world.steps, requests, faults, outcomes)
+
+
+def is_over(cluster: Cluster) -> bool:
+    """Every request and every fault has come and gone, and nothing is left."""
+    world = cluster.world
+    return world.now > LOAD_S and not (
+        cluster.open_faults or cluster.core.requests or cluster.leftovers()
+    )
+
+
+def _for_a_while(cluster: Cluster, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    begin()
+    cluster.open_faults += 1
+
+    def over() -> None:
+        cluster.open_faults -= 1
+        end()
+
+    seconds = min(LONGEST_FAULT_S, cluster.world.random.expovariate(1 / 3))
+    cluster.world.at(seconds, over)
+
+
+def kill(cluster: Cluster) -> None:
+    """An engine dies."""
+    cluster.kill(cluster.world.random.choice(list(cluster.nodes.values())))
+
+
+def pause(cluster: Cluster) -> None:
+    """An engine is stopped for a while."""
+    node = cluster.world.random.choice(list(cluster.nodes.values()))
+    engine = node.engine
+    if engine is None:
+        return
+    cluster.world.note(f"{engine.incarnation} is stopped")
+    process = engine.process
+    _for_a_while(cluster, process.stop, process.go_on)
+
+
+def slow(cluster: Cluster) -> None:
+    """An engine is slow for a while."""
+    engine = cluster.world.random.choice(list(cluster.nodes.values())).engine
+    if engine is None:
+        return
+    process = engine.process
+
+    def begin() -> None:
+        process.slowness *= 20
+
+    def end() -> None:
+        process.slowness /= 20
+
+    _for_a_while(cluster, begin, end)
+
+
+def partition(cluster: Cluster) -> None:
+    """Two hosts do not reach each other for a while."""
+    a, b = cluster.world.random.sample([ROUTER, *cluster.nodes], 2)
+    cluster.world.note(f"{a} and {b} are cut apart")
+    network = cluster.network
+    _for_a_while(cluster, lambda: network.cut(a, b), lambda: network.mend(a, b))
+
+
+def weather(cluster: Cluster) -> None:
+    """The control channel loses, repeats, delays and shuffles for a while."""
+    random, network = cluster.world.random, cluster.network
+    bad = Weather(
+        drop=random.choice([0, 0.1, 0.5]),
+        duplicate=random.choice([0, 0.3]),
+        reorder=random.choice([0, 0.3]),
+        delay_s=random.choice([0, 0.01, 0.5]),
+    )
+    cluster.world.note(f"the control channel is bad: {bad}")
+
+    def begin() -> None:
+        network.weather = bad
+
+    def end() -> None:
+        network.weather = Weather()
+
+    _for_a_while(cluster, begin, end)
+
+
+def leave(cluster: Cluster) -> None:
+    """A client closes its connection."""
+    if cluster.core.requests:
+        cluster.leave(cluster.world.random.choice(list(cluster.core.requests)))
+
+
+def preempt(cluster: Cluster) -> None:
+    """An engine takes a running request's blocks back."""
+    engine = cluster.world.random.choice(list(cluster.nodes.values())).engine
+    if engine is not None:
+        engine.process.at(0.0, engine.preempt)
+
+
+FAULTS = [kill, pause, slow, partition, weather, leave, preempt]
