@@ -17,4 +17,5 @@ def agent_token(secret: bytes) -> str:
 def is_agent_token(authorization: str | None, secret: bytes) -> bool:
     """Whether an ``Authorization`` header carries that token, in constant time."""
     expected = f"Bearer {agent_token(secret)}"
-    return hmac.compare_digest((authorization or "").encode(), expected.encode())
+    given = (authorization or "").encode(errors="surrogatepass")
+    return hmac.compare_digest(given, expected.encode())

@@ -108,11 +108,14 @@ class Actions(ABC):
 
     def _choose(self, request: Request, now: float) -> Choice | Missing:
         arrived, limits = request.arrived, self.limits.placement
-        output = (
-            limits.default_output_tokens if arrived.output_tokens is None else arrived.output_tokens
-        )
+        output = arrived.output_tokens
+        if output is None:
+            output = limits.default_output_tokens
         found = choose_decode(
-            self.membership.usable(DECODE), arrived.prompt_tokens + output, request.tried, now
+            self.membership.usable(DECODE),
+            arrived.prompt_tokens + max(0, output),
+            request.tried,
+            now,
         )
         if isinstance(found, str):
             return found
@@ -228,8 +231,7 @@ class Actions(ABC):
         request.tried.add(request.choice.decode.description.incarnation)
         if request.attempt >= self.limits.max_attempts:
             return None
-        usable = self.membership.usable(DECODE)
-        if all(node.description.incarnation in request.tried for node in usable):
+        if not self.has_untried_node(request):
             return None
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
@@ -241,9 +243,17 @@ class Actions(ABC):
     # Ends
 
     def check_pool(self, request: Request, now: float, reason: str) -> list[Effect]:
-        if self.membership.usable(DECODE):
+        if self.has_untried_node(request):
             return []
-        return self._end_with_error(request, 503, "no decode node is ready", now, retry_after_s=5)
+        message = "no decode node is ready"
+        if self.membership.usable(DECODE):
+            message = "every decode node that is ready has failed this request"
+        return self._end_with_error(request, 503, message, now, retry_after_s=5)
+
+    def has_untried_node(self, request: Request) -> bool:
+        """Whether a decode node is usable on which no attempt of the request has failed."""
+        usable = self.membership.usable(DECODE)
+        return any(node.description.incarnation not in request.tried for node in usable)
 
     def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"no node had room for the request: {reason}"

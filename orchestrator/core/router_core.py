@@ -162,14 +162,13 @@ class RouterCore(Actions):
         return effects
 
     def _check_waiting(self, now: float) -> list[Effect]:
-        """Waiting requests end when there is no decode node left to wait for."""
-        if not self.queue or self.membership.usable(DECODE):
-            return []
+        """Waiting requests end when there is no decode node left for them to wait for."""
         effects: list[Effect] = []
         for request in list(self.queue.values()):
-            effects += self._apply(
-                request, Trigger.DECODE_NODE_LOST, now, "no decode node is ready"
-            )
+            if not self.has_untried_node(request):
+                effects += self._apply(
+                    request, Trigger.DECODE_NODE_LOST, now, "no decode node is left for it"
+                )
         return effects
 
     # Requests

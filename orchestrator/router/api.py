@@ -18,7 +18,7 @@ from splitserve.orchestrator.core.events import RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
-from splitserve.orchestrator.router.exchange import Exchange, error_headers
+from splitserve.orchestrator.router.exchange import PATHS, Exchange
 from splitserve.orchestrator.router.status import models_of, status_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.engine_client import RawHeaders
     from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
     from splitserve.orchestrator.router.metrics import RouterMetrics
     from splitserve.orchestrator.router.request_log import RequestLog
@@ -62,8 +63,8 @@ class Api:
         self._life = secrets.token_hex(4)
         self._count = 0
         self._routes: dict[tuple[str, str], Route] = {
-            ("POST", "/v1/chat/completions"): lambda r, c: self._generate(r, c, CHAT),
-            ("POST", "/v1/completions"): lambda r, c: self._generate(r, c, COMPLETIONS),
+            ("POST", PATHS[CHAT]): lambda r, c: self._generate(r, c, CHAT),
+            ("POST", PATHS[COMPLETIONS]): lambda r, c: self._generate(r, c, COMPLETIONS),
             ("GET", "/v1/models"): self._list_models,
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._show_metrics,
@@ -87,7 +88,19 @@ class Api:
         except ApiError as error:
             self._metrics.refused(error.status)
             request_id = header_policy.request_id_of(request.header(b"x-request-id"), "")
-            connection.answer(error.status, error_headers(error, request_id), error.body())
+            connection.answer(error.status, error.headers(request_id), error.body())
+
+    def admit(self, method: str, path: str, headers: RawHeaders) -> None:
+        """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
+        authorization = next((value for name, value in headers if name == b"authorization"), None)
+        try:
+            if path in PATHS.values():
+                self._tenants.authenticate(authorization)
+            elif path == AGENTS_PATH and not self._is_operator(authorization):
+                raise ApiError(401, "agents prove that they know the cluster secret")
+        except ApiError as error:
+            self._metrics.refused(error.status)
+            raise
 
     # OpenAI's routes
 
@@ -149,7 +162,7 @@ class Api:
         connection.answer(200, headers, self._metrics.render())
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
-        if self._tenants.are_required and not self._is_operator(request):
+        if self._tenants.are_required and not self._is_operator(request.header(b"authorization")):
             raise ApiError(401, "the status is for those who know the cluster secret")
         status = status_of(self._driver.core, self._agents)
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
@@ -157,8 +170,8 @@ class Api:
 
     def _show_timeline(self, request: HttpRequest, connection: HttpConnection) -> None:
         """One request's timeline, to its tenant or to an operator."""
-        is_operator = self._is_operator(request)
         authorization = request.header(b"authorization")
+        is_operator = self._is_operator(authorization)
         tenant = "" if is_operator else self._tenants.authenticate(authorization)
         record = self._log.find(request.path.removeprefix(TIMELINE_PATH))
         if record is None or not (is_operator or record["tenant"] == tenant):
@@ -168,9 +181,8 @@ class Api:
     def _want_websocket(self, request: HttpRequest, connection: HttpConnection) -> None:
         raise ApiError(400, "agents connect by WebSocket")
 
-    def _is_operator(self, request: HttpRequest) -> bool:
-        authorization = request.header(b"authorization") or b""
-        return is_agent_token(authorization.decode("latin-1"), self._driver.secret)
+    def _is_operator(self, authorization: bytes | None) -> bool:
+        return is_agent_token((authorization or b"").decode("latin-1"), self._driver.secret)
 
     def _no_such_route(self, request: HttpRequest) -> ApiError:
         methods = self._methods.get(request.path)

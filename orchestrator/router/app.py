@@ -88,7 +88,9 @@ async def start(
     agents.driver = driver
     api = Api(driver, agents, Tenants(tenant_by_key, secret), metrics, log, config.model.name)
     websockets = web.Server(agents.serve, access_log=None)
-    server = HttpServer(api.handle, config.router.max_body_bytes, websockets, AGENTS_PATH)
+    server = HttpServer(
+        api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
+    )
     port = await server.listen(config.router.host, config.router.port)
     _log.info("listening on http://%s:%d", config.router.host, port)
     return Router(core, driver, agents, client, log, port, server, websockets)

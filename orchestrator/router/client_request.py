@@ -26,6 +26,9 @@ COMPLETIONS = "completions"
 BYTES_PER_TOKEN = 3
 """Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
 
+NESTING_SAFE_LEVELS = 200
+"""So many levels can be written again (orjson reads more than it writes)."""
+
 COPY_LIMIT_BYTES = 64 * 1024
 """Larger bodies are not copied to change their end."""
 
@@ -149,6 +152,11 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         raise ApiError(400, f"the request body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the request body must be a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > NESTING_SAFE_LEVELS:
+        try:
+            orjson.dumps(fields)
+        except TypeError:
+            raise ApiError(400, "the request body is nested too deeply") from None
     model = fields.get("model")
     if model is not None and type(model) is not str:
         raise ApiError(400, "'model' must be a string", param="model")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import effects as ef
-from splitserve.orchestrator.core.events import Event, TimePassed
+from splitserve.orchestrator.core.events import DecodeFailed, Event, TimePassed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.engine_client import EngineClient
     from splitserve.orchestrator.router.exchange import Exchange
 
+
+_log = logging.getLogger(__name__)
 
 CLOCK_STEP_S = 0.001
 """The loop's timers count in milliseconds and may fire one early; the core's clock is finer."""
@@ -84,11 +87,23 @@ class CoreDriver:
                 fact = self._facts.popleft()
                 now = time.monotonic()
                 for effect in self.core.handle(fact, now):
-                    self._performers[type(effect)](effect)
+                    self._perform(effect)
         finally:
             self._is_busy = False
         if self._timer is None or self._timer_at > now + self._shortest_wait_s:
             self._arm_timer()
+
+    def _perform(self, effect: ef.Effect) -> None:
+        """One order. A fault in carrying it out ends its own request and no other."""
+        try:
+            self._performers[type(effect)](effect)
+        except Exception as error:
+            _log.exception("the router could not carry out %r", effect)
+            if isinstance(effect, ef.StartPair | ef.StartAlone):
+                reason = f"the router could not send the request: {error}"
+                self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
+            elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
+                self.exchanges[effect.request_id].give_up()
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Until no request is left, at most ``timeout_s``."""

@@ -51,6 +51,17 @@ class ApiError(Exception):
         }
         return orjson.dumps({"error": error})
 
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """The headers that go with the body."""
+        headers = [(b"content-type", b"application/json")]
+        if request_id:
+            headers.append((b"x-request-id", request_id.encode()))
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
+
     def event(self) -> bytes:
         """The same as a server-sent event."""
         return b"data: " + self.body() + b"\n\n"

@@ -117,9 +117,7 @@ class Exchange:
         """An error status, an error event in a stream, or a broken-off answer."""
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
-            self._answer_at_once(
-                error.status, error_headers(error, self.client_request_id), error.body()
-            )
+            self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._answer is not None and self._answer.is_event_stream:
             start = b"" if self._answer.is_between_events else b"\n\n"
             self._sink.send_body(start + error.event(), is_last=True)
@@ -132,6 +130,13 @@ class Exchange:
         assert self._answer is not None
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
         self._answer_at_once(self._answer.status, headers, self._answer.take())
+
+    def give_up(self) -> None:
+        """The router itself has failed: nobody takes what was sent for an answer."""
+        for leg in (self._prefill, self._decode):
+            if leg is not None:
+                leg.cancel()
+        self._sink.abort()
 
     # The client's side
 
@@ -350,16 +355,3 @@ def error_in_event(event: bytes) -> tuple[int, bytes] | None:
         return None
     code = error.get("code") if isinstance(error, dict) else None
     return code if type(code) is int and 400 <= code <= 599 else 500, data
-
-
-def error_headers(error: ApiError, request_id: str) -> RawHeaders:
-    """The headers of an answer that the router gives itself."""
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"x-request-id", request_id.encode()),
-    ]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    return headers

@@ -8,8 +8,9 @@ aiohttp's server: that took about a third of the router's CPU time per request (
 The parser is llhttp (through httptools), which is strict about message framing. WebSocket
 connections are handed to aiohttp.
 
-Bounds: head and body bytes, requests that wait in one connection behind the one being answered,
-connections, and the time that a connection may be idle or stuck in the middle of a request.
+Bounds: head, trailer and body bytes, bytes of all bodies together, requests that wait in one
+connection behind the one being answered, connections, and the time that a connection may be idle,
+stuck in the middle of a request, or without taking what is sent to it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ _log = logging.getLogger(__name__)
 
 HEAD_LIMIT_BYTES = 64 * 1024
 PIPELINE_LIMIT_REQUESTS = 64
+"""Requests that may wait in one connection; what comes after them is not answered."""
+BODIES_LIMIT_BYTES = 2**30
+"""Bytes of bodies that are being received, or wait for their turn, over all connections."""
 CONNECTIONS_LIMIT = 10_000
 IDLE_LIMIT_S = 75.0
 """Time that a connection may wait for its next request."""
 STALL_LIMIT_S = 60.0
-"""Time without a byte in the middle of a request."""
+"""Time without a byte in the middle of a request, or of an answer that is not taken."""
 SWEEP_INTERVAL_S = 5.0
 UNSENT_HIGH_BYTES = 256 * 1024
 """Bytes waiting for a slow client above which ``ClientListener.pause`` is called."""
@@ -88,13 +92,17 @@ class ClientListener(Protocol):
 
 @dataclass(eq=False)
 class HttpServer:
-    """Listens, and holds the open connections. ``route`` is called for each request."""
+    """Listens, and holds the open connections. ``route`` is called for each request, ``admit``
+    before its body is read.
+    """
 
     route: Callable[[HttpRequest, HttpConnection], None]
     max_body_bytes: int
+    admit: Callable[[str, str, RawHeaders], None] | None = None
     websocket: Callable[[], asyncio.Protocol] | None = None
     websocket_path: str = ""
     connections: set[HttpConnection] = field(default_factory=set)
+    held_body_bytes: int = 0
     _listener: asyncio.Server | None = None
     _sweep: asyncio.TimerHandle | None = None
     _date: bytes = b""
@@ -167,7 +175,14 @@ class HttpConnection(asyncio.Protocol):
         self._is_closing = False
         self._is_discarding = False
         self._head_bytes = 0
+        """Of the head that is being read, then of the trailers."""
         self._is_head_complete = False
+        self._held_body_bytes = 0
+        self._written_bytes = 0
+        self._taken_bytes = 0
+        self._taken_at = self._active_at
+        """When the client was last seen to have taken bytes."""
+        self._is_unsent_high = False
         self._begin_request()
 
     def _begin_request(self) -> None:
@@ -212,10 +227,11 @@ class HttpConnection(asyncio.Protocol):
             data = self._head + data
         self._head = b""
         if data and self._transport is not None:
+            self._written_bytes += len(data)
             self._transport.write(data)
 
     def finish(self) -> None:
-        """The answer is complete; the next request of this connection is looked at."""
+        """The answer is complete; the next request of this connection is looked at soon."""
         request = self._current
         assert request is not None
         if self._head or self._is_chunked:
@@ -225,9 +241,7 @@ class HttpConnection(asyncio.Protocol):
         if not request.keep_alive or self._is_closing:
             self._close()
         elif self._waiting:
-            self._answer(self._waiting.popleft())
-        if not self._waiting and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+            self._loop.call_soon(self._answer_next)
 
     def abort(self) -> None:
         """Reset the connection, so that nobody takes a part for the whole."""
@@ -249,8 +263,17 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def close_if_stuck(self, now: float) -> None:
-        """Idle too long between requests, or silent too long in one."""
-        if self._current is None:
+        """Idle too long between requests, silent too long in one, or not reading its answer."""
+        transport = self._transport
+        if transport is None:
+            return
+        unsent = transport.get_write_buffer_size()
+        taken = self._written_bytes - unsent
+        if taken > self._taken_bytes or not unsent:
+            self._taken_bytes, self._taken_at = taken, now
+        if now - self._taken_at > STALL_LIMIT_S:
+            self.abort()
+        elif self._current is None and not transport.is_closing():
             is_reading = self._head_bytes > 0 or self._is_head_complete
             if now - self._active_at > (STALL_LIMIT_S if is_reading else IDLE_LIMIT_S):
                 self._close()
@@ -265,19 +288,33 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def _answer(self, request: HttpRequest) -> None:
-        self._current = request
-        self._server.route(request, self)
+    def _answer_next(self) -> None:
+        """The oldest waiting request has its turn, unless the client must first take what is
+        sent.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._is_unsent_high:
+            return
+        if self._current is None and self._waiting:
+            request = self._current = self._waiting.popleft()
+            self._hold(-len(request.body))
+            self._server.route(request, self)
+
+    def _hold(self, body_bytes: int) -> None:
+        self._held_body_bytes += body_bytes
+        self._server.held_body_bytes += body_bytes
 
     def _refuse(self, error: ApiError) -> None:
         """Read nothing more; answer the error, or only the complete requests before it."""
         self._is_discarding = True
+        self._hold(-self._body_bytes)
+        self._begin_request()
         last = self._waiting[-1] if self._waiting else self._current
         if last is not None:
             last.keep_alive = False
             return
         self._current = HttpRequest("", "", [], b"", keep_alive=False, allows_chunks=True)
-        self.answer(error.status, [(b"content-type", b"application/json")], error.body())
+        self.answer(error.status, error.headers(""), error.body())
 
     # asyncio.Protocol
 
@@ -294,15 +331,19 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
         self._server.forget(self)
         self._waiting.clear()
+        self._hold(-self._held_body_bytes)
         listener, self.listener = self.listener, None
         if listener is not None:
             listener.client_gone()
 
     def pause_writing(self) -> None:
+        self._is_unsent_high = True
         if self.listener is not None:
             self.listener.pause()
 
     def resume_writing(self) -> None:
+        self._is_unsent_high = False
+        self._loop.call_soon(self._answer_next)
         if self.listener is not None:
             self.listener.resume()
 
@@ -326,17 +367,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             if not self._is_head_complete and self._head_bytes > HEAD_LIMIT_BYTES:
                 self._refuse(ApiError(431, f"the head is larger than {HEAD_LIMIT_BYTES} bytes"))
-        if self._waiting:
-            self._look_at_waiting()
-
-    def _look_at_waiting(self) -> None:
-        """Answer the next request, or keep the client from sending more before its turn."""
-        if self._current is None:
-            self._answer(self._waiting.popleft())
-        elif len(self._waiting) > PIPELINE_LIMIT_REQUESTS:
-            self.abort()
-        elif self._transport is not None:
-            self._transport.pause_reading()
+        self._answer_next()
 
     def _upgrade(self, rest: bytes) -> None:
         """A WebSocket of the one path that takes them goes on under aiohttp, request included."""
@@ -365,12 +396,23 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if not self._is_head_complete:
+            self._headers.append((name.lower(), value))
+            return
+        # A trailer: nobody asked for it, and as a header it would get past who checked the headers
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_LIMIT_BYTES:
+            raise ApiError(431, f"the trailers are larger than {HEAD_LIMIT_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         self._is_head_complete = True
+        self._head_bytes = 0
         if self._parser.get_http_version() not in ("1.1", "1.0"):
             raise ApiError(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if len(self._waiting) >= PIPELINE_LIMIT_REQUESTS:
+            raise ApiError(429, f"{PIPELINE_LIMIT_REQUESTS} requests wait in this connection")
+        if self._server.admit is not None:
+            self._server.admit(self._parser.get_method().decode(), self._path(), self._headers)
         limit = self._server.max_body_bytes
         is_waiting_for_us = False
         for name, value in self._headers:
@@ -383,6 +425,9 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
+        self._hold(len(data))
+        if self._server.held_body_bytes > BODIES_LIMIT_BYTES:
+            raise ApiError(503, "too many requests are being received", retry_after_s=5)
         if self._body_bytes > self._server.max_body_bytes:
             raise self._body_too_large(self._server.max_body_bytes)
         self._body.append(data)
@@ -397,13 +442,16 @@ class HttpConnection(asyncio.Protocol):
         parser, body = self._parser, self._body
         request = HttpRequest(
             parser.get_method().decode(),
-            self._url.partition(b"?")[0].decode("latin-1"),
+            self._path(),
             self._headers,
             body[0] if len(body) == 1 else b"".join(body),
             parser.should_keep_alive(),
             parser.get_http_version() == "1.1",
         )
-        self._body = []
+        self._begin_request()
         self._head_bytes = 0
         self._is_head_complete = False
         self._waiting.append(request)
+
+    def _path(self) -> str:
+        return self._url.partition(b"?")[0].decode("latin-1")

@@ -122,6 +122,32 @@ def test_a_decode_leg_that_fails_with_no_other_node_is_an_error() -> None:
     assert driver.is_idle()
 
 
+def test_a_retried_request_does_not_wait_for_a_node_that_cannot_come() -> None:
+    """When the only node left has failed it already it ends, and those behind it are placed."""
+    driver = Driver("d0", "d1")
+    large = {"prompt_tokens": 900, "output_tokens": 100, "alone_because": "x"}
+    driver.request("r1", **large)
+    driver.request("r2", **large)
+    driver.do(ev.DecodeFailed("r2", 1, "reset"))
+    assert list(driver.core.queue) == ["r2"]
+    effects = driver.do(ev.NodeDied("d0", "d0-1", "killed"))
+    answers = {e.request_id: e.message for e in effects if isinstance(e, AnswerError)}
+    assert answers["r2"] == "every decode node that is ready has failed this request"
+    assert names(driver.request("r3", alone_because="x")) == ["StartAlone"]
+
+
+@pytest.mark.parametrize("output_tokens", [-1, -(10**9)])
+def test_a_negative_limit_takes_no_blocks_from_the_count(output_tokens: int) -> None:
+    """The engine refuses it; until then the node has not more room than it has."""
+    driver = Driver("d0")
+    driver.request("r1", output_tokens=output_tokens, alone_because="max_tokens")
+    assert driver.node("d0").committed_blocks == 2
+    driver.report("d0")
+    driver.do(ev.DecodeRefused("r1", 1, 400))
+    assert driver.is_idle()
+    assert driver.node("d0").free_blocks == 100
+
+
 def test_attempts_are_bounded() -> None:
     """With ``max_attempts`` 2 the third decode node is not tried."""
     driver = Driver("p0", "d0", "d1", "d2", max_attempts=2)

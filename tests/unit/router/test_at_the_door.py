@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from router_stubs.cluster import completion, stub_cluster, until
 
+from splitserve.orchestrator.router.exchange import Exchange
+
 if TYPE_CHECKING:
     from router_stubs.engine import Asked
+
+    from splitserve.orchestrator.core.effects import StartPair
 
 JSON = {"Content-Type": "application/json"}
 
@@ -30,6 +34,7 @@ async def error_of(response: Any, status: int) -> dict[str, Any]:
     [
         ("completions", b"{", 400),
         ("completions", b"[]", 400),
+        ("completions", b'{"model":"m","prompt":"x","y":' + b"[" * 300 + b"]" * 300 + b"}", 400),
         ("completions", b'{"model":"other","prompt":"x"}', 404),
         ("completions", b'{"model":"m"}', 400),
         ("chat/completions", b'{"model":"m","messages":"x"}', 400),
@@ -157,3 +162,26 @@ async def test_without_nodes_the_answer_is_503() -> None:
         assert health.status == 503
         models = await (await cluster.session.get(cluster.url + "/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["m"]
+
+
+async def test_a_fault_of_the_router_ends_one_request_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be sent is told to its client; others, and what follows, are served."""
+    start_pair = Exchange.start_pair
+
+    def fail_for_one(self: Exchange, order: StartPair) -> None:
+        if self._request.fields["prompt"] == "poison":
+            raise ValueError("cannot be written")
+        start_pair(self, order)
+
+    monkeypatch.setattr(Exchange, "start_pair", fail_for_one)
+    async with stub_cluster("p0", "d0") as cluster:
+        asked = (completion(prompt=p) for p in ("poison", "a", "b"))
+        poisoned, *others = await asyncio.gather(*(cluster.post(json=body) for body in asked))
+        assert "cannot be written" in (await error_of(poisoned, 502))["message"]
+        assert [response.status for response in others] == [200, 200]
+        for response in others:
+            await response.read()
+        await cluster.idle()
+    assert "could not carry out StartPair" in caplog.text

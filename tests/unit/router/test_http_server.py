@@ -11,10 +11,13 @@ import pytest
 from router_stubs.cluster import until
 
 from splitserve.orchestrator.router import http_server
+from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from splitserve.orchestrator.router.engine_client import RawHeaders
 
 
 class Listener:
@@ -111,6 +114,82 @@ async def test_a_flood_of_pipelined_requests_ends_the_connection(rig: Rig) -> No
     await rig.talk(GET.replace(b"/a", b"/later") + GET * 100)
     assert len(rig.requests) == 1
     await until(lambda: not rig.server.connections)
+
+
+async def test_many_requests_in_one_packet(rig: Rig) -> None:
+    """As many as may wait are answered, one after another; then the connection ends."""
+    answer = await rig.talk(GET * 400)
+    assert answer.count(b"HTTP/1.1 200") == http_server.PIPELINE_LIMIT_REQUESTS
+    await until(lambda: not rig.server.connections)
+
+
+async def test_a_client_that_leaves_with_a_request_waiting_is_noticed(rig: Rig) -> None:
+    """What waits does not hide the connection's end."""
+    await rig.talk(GET.replace(b"/a", b"/later") + GET)
+    await until(lambda: rig.listener.heard == ["gone"])
+    assert len(rig.requests) == 1
+
+
+async def test_trailers_are_no_headers(rig: Rig) -> None:
+    """They are dropped, and bounded like a head."""
+    body = b"POST /b HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+    answer = await rig.talk(body + b"authorization: Bearer sk\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert rig.requests[0].headers == [(b"transfer-encoding", b"chunked")]
+    answer = await rig.talk(body + b"x: y\r\n" * http_server.HEAD_LIMIT_BYTES)
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert len(rig.requests) == 1
+
+
+async def test_who_may_not_send_is_told_before_the_body(rig: Rig) -> None:
+    """The answer comes although the body does not."""
+
+    def admit(method: str, path: str, headers: RawHeaders) -> None:
+        assert (method, path, headers) == ("POST", "/a", [(b"content-length", b"9")])
+        raise ApiError(401, "no")
+
+    rig.server.admit = admit
+    answer = await rig.talk(b"POST /a?b HTTP/1.1\r\ncontent-length: 9\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"www-authenticate: Bearer\r\n" in answer
+    assert not rig.requests
+
+
+async def test_all_bodies_together_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 for the one too many; room again once the others are answered or gone."""
+    monkeypatch.setattr(http_server, "BODIES_LIMIT_BYTES", 10)
+    head = b"POST /a HTTP/1.1\r\ncontent-length: 8\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+    writer.write(head + b"x" * 7)
+    await until(lambda: rig.server.held_body_bytes == 7)
+    answer = await rig.talk(head + b"x" * 8)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 5\r\n" in answer
+    writer.transport.abort()
+    await until(lambda: rig.server.held_body_bytes == 0)
+    assert (await rig.talk(head + b"x" * 8)).startswith(b"HTTP/1.1 200")
+    assert rig.server.held_body_bytes == 0
+
+
+async def test_a_client_that_reads_nothing_gets_no_more_answers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the bound no further request is answered; a connection that takes nothing ends."""
+    padding = b"x" * 90_000
+    request = b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(padding) + padding
+    _, writer = await asyncio.open_connection("127.0.0.1", rig.port, limit=1)
+    for _ in range(http_server.PIPELINE_LIMIT_REQUESTS):
+        writer.write(request)
+    await until(lambda: any(c._is_unsent_high for c in rig.server.connections))
+    answered = len(rig.requests)
+    assert answered < http_server.PIPELINE_LIMIT_REQUESTS
+    rig.server._close_stuck()
+    assert rig.server.connections
+    monkeypatch.setattr(http_server, "STALL_LIMIT_S", 0.0)
+    rig.server._close_stuck()
+    await until(lambda: not rig.server.connections)
+    assert len(rig.requests) == answered
+    writer.transport.abort()
 
 
 async def test_http_1_0_and_connection_close_end_the_connection(rig: Rig) -> None:

@@ -372,7 +372,7 @@ async def test_a_hundred_requests_at_once() -> None:
 
         assert all(await asyncio.gather(*map(one, range(100))))
         await cluster.idle()
-        assert cluster.engines["p0"].connections == 8
+        assert cluster.engines["p0"].connections <= 10
 
 
 @pytest.mark.parametrize("megabytes", [0.9, 3, 30])
