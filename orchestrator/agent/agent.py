@@ -113,6 +113,7 @@ class Agent:
         self._has_served = False
         self._life: Life | None = None
         self._refused = ""
+        self._can_write_status = True
         self._died: EngineDied | None = None
         self._stop = asyncio.Event()
         self._exit_status = EXIT_STOPPED
@@ -371,7 +372,20 @@ class Agent:
         self._link.fresh(state)
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
+        """For ``status``; a full disk must not end a healthy engine."""
         died = self._died if self.phase in ("dead", "failed") else None
+        try:
+            self._write_status_file(status, life, died)
+        except OSError as error:
+            if self._can_write_status:
+                _log.error("cannot write the status of %s: %s", self.node.name, error)
+            self._can_write_status = False
+        else:
+            self._can_write_status = True
+
+    def _write_status_file(
+        self, status: EngineStatus | None, life: Life | None, died: EngineDied | None
+    ) -> None:
         write_status(
             self._run_dir,
             NodeStatus(

@@ -4,6 +4,7 @@ the likely cause of its end read from it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 LOG_LIMIT_BYTES = 32 * 2**20
 """A log file that reaches this size becomes ``NAME.1`` (replacing the last one) and a new one is
@@ -102,8 +105,10 @@ class EngineLog:
         """The first exceptions printed, without those that only follow from others."""
         self._hide = [secret for secret in hide if secret]
         self._rest = b""
+        self._unwritten_lines = 0
+        """Lost since the file could last be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     def feed(self, data: bytes) -> bool:
         """Take output; True when ``stage`` has changed."""
@@ -112,11 +117,7 @@ class EngineLog:
             lines.append(self._rest)
             self._rest = b""
         before = self.stage
-        for line in lines:
-            self._take(line)
-        self._file.flush()
-        if self._file.tell() > LOG_LIMIT_BYTES:
-            self._rotate()
+        self._write([text for line in lines if (text := self._take(line))])
         return self.stage != before
 
     def story(self) -> tuple[str, ...]:
@@ -127,34 +128,53 @@ class EngineLog:
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        self._take(self._rest)
+        self._write([text for text in [self._take(self._rest)] if text])
         self._rest = b""
         self._file.close()
 
     def note(self, text: str) -> None:
         """Add a line of the agent itself."""
-        self._file.write(f"[agent] {text}\n".encode())
-        self._file.flush()
+        self._write([f"[agent] {text}"])
 
-    def _take(self, line: bytes) -> None:
+    def _write(self, lines: list[str]) -> None:
+        """Add lines to the file. A full disk must not end a healthy engine: lines that cannot be
+        written are counted, and the count is written when there is room again.
+        """
+        if not lines:
+            return
+        told = list(lines)
+        if self._unwritten_lines:
+            told.insert(0, f"[agent] {self._unwritten_lines} lines could not be written here")
+        try:
+            self._file.write("".join(f"{line}\n" for line in told).encode())
+            self._unwritten_lines = 0
+            if self._file.tell() > LOG_LIMIT_BYTES:
+                self._rotate()
+        except OSError as error:
+            if not self._unwritten_lines:
+                _log.error("cannot write %s: %s", self.path, error)
+            self._unwritten_lines += len(lines)
+
+    def _take(self, line: bytes) -> str:
+        """Learn from a line; what is to be written of it."""
         text = line.decode(errors="replace").rstrip()[:LINE_LIMIT_CHARACTERS]
         if not text:
-            return
+            return ""
         for secret in self._hide:
             text = text.replace(secret, "(hidden)")
-        self._file.write(text.encode() + b"\n")
         self.last_lines.append(text)
         self.stage = stage_after(self.stage, text)
         error = _EXCEPTION.match(text)
         if error is None or _FOLLOW_UP.search(text) or len(self.errors) >= FIRST_ERRORS:
-            return
+            return text
         if error[1] not in self.errors:
             self.errors.append(error[1])
+        return text
 
     def _rotate(self) -> None:
         self._file.close()
         self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)
 
 
 def stage_after(stage: str, line: str) -> str:

@@ -35,6 +35,11 @@ class TellingGroup(click.Group):
         except StartError as error:
             _tell(iter([f"error: {error}", *(f"  | {line}" for line in error.details)]))
             raise click.exceptions.Exit(EXIT_FAILED) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _tell(iter([f"error: {error.filename}: {error.strerror}"]))
+            raise click.exceptions.Exit(EXIT_FAILED) from error
         return result
 
 

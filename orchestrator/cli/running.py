@@ -162,5 +162,9 @@ class _Run:
             return
 
     def _note(self, phase: str) -> None:
+        """Say how far the run is; what cannot be written must not keep it from ending well."""
         self._record = msgspec.structs.replace(self._record, phase=phase)
-        self._files.write_record(self._record)
+        try:
+            self._files.write_record(self._record)
+        except OSError as error:
+            self._console.print(f"`splitserve status` is out of date: {error}", highlight=False)

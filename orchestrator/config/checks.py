@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ OWNED_ENGINE_ARGS = {
     "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
 }
 """Flags that splitserve sets itself, and what to write instead."""
+SECRET_FLAG = re.compile(r"(^|_)(token|secret|password|credentials?|api_key)$")
 TYPING_ERROR_RATIO = 0.9
 """An engine flag that is so similar to a key of ours is taken for a misspelt one."""
 
@@ -132,6 +134,13 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             problems.append(
                 f"{pool}.engine_args.{key}: set by splitserve; {OWNED_ENGINE_ARGS[name]}"
             )
+        elif SECRET_FLAG.search(name):
+            problems.append(
+                f"{pool}.engine_args.{key}: everybody on this machine sees a process's flags; give "
+                f"the secret as a variable under {pool}.env (HF_TOKEN for the Hub)"
+            )
+        elif "\0" in str(settings.engine_args.passed_on[key]):
+            problems.append(f"{pool}.engine_args.{key}: a flag cannot hold a NUL character")
         elif known and difflib.SequenceMatcher(None, name, known[0]).ratio() > TYPING_ERROR_RATIO:
             problems.append(f"{pool}.engine_args.{key}: did you mean {known[0]!r}?")
     return problems

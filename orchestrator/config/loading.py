@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from splitserve.orchestrator.config.checks import problems_between_keys
 from splitserve.orchestrator.config.errors import ConfigError
@@ -43,9 +44,9 @@ def parse(text: str, source: str = "<string>") -> ClusterConfig:
     """The checked configuration of a YAML text; ``source`` names it in errors."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_repeated_keys(tree, source)
+        _refuse_odd_keys(tree, source)
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], source) from error
     if not isinstance(data, dict):
         raise ConfigError(
@@ -58,6 +59,11 @@ def parse(text: str, source: str = "<string>") -> ClusterConfig:
     problems = problems_between_keys(config)
     if problems:
         raise ConfigError(problems, source)
+    try:
+        ClusterConfig.model_validate_json(dump_resolved(config))
+    except (ValidationError, PydanticSerializationError, ValueError) as error:
+        message = f"a value cannot be handed on to the processes: {error}"
+        raise ConfigError([message], source) from error
     return config
 
 
@@ -94,17 +100,27 @@ def _read(path_or_name: str) -> tuple[str, str]:
     )
 
 
-def _refuse_repeated_keys(tree: yaml.Node | None, source: str) -> None:
-    """YAML lets the last of two equal keys win silently; here it is an error."""
+def _refuse_odd_keys(tree: yaml.Node | None, source: str) -> None:
+    """YAML lets the last of two equal keys win silently, and has keys that are no text; here both
+    are errors, as is a part that contains itself.
+    """
     stack = [tree] if tree is not None else []
+    seen_nodes: set[int] = set()
     while stack:
         current = stack.pop()
+        if id(current) in seen_nodes:  # An anchor that is used again: it was looked at.
+            continue
+        seen_nodes.add(id(current))
         if isinstance(current, yaml.SequenceNode):
             stack += current.value
         if not isinstance(current, yaml.MappingNode):
             continue
         seen: set[str] = set()
         for key, value in current.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(
+                    [f"line {key.start_mark.line + 1}: a key must be one word"], source
+                )
             if key.value in seen:
                 raise ConfigError(
                     [f"line {key.start_mark.line + 1}: key {key.value!r} is given twice"], source

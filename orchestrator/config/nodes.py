@@ -35,7 +35,7 @@ class NodeConfig:
     @property
     def engine_url(self) -> str:
         """Base URL of the engine's HTTP server."""
-        return f"http://{self.settings.host}:{self.http_port}"
+        return f"http://{bracketed(self.settings.host)}:{self.http_port}"
 
     @property
     def endpoint_address(self) -> str:
@@ -46,7 +46,7 @@ class NodeConfig:
     def control_addresses(self) -> tuple[str, ...]:
         """ZeroMQ addresses of the engine's ranks, in rank order."""
         ranks = range(self.settings.engine_args.tensor_parallel_size)
-        host = self.settings.transfer.host
+        host = bracketed(self.settings.transfer.host)
         return tuple(f"tcp://{host}:{self.control_port_base + rank}" for rank in ranks)
 
 
@@ -61,11 +61,12 @@ def router_url(config: ClusterConfig) -> str:
     """Where a process of this machine reaches the router."""
     host = config.router.host
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    return (
-        f"http://[{host}]:{config.router.port}"
-        if ":" in host
-        else f"http://{host}:{config.router.port}"
-    )
+    return f"http://{bracketed(host)}:{config.router.port}"
+
+
+def bracketed(host: str) -> str:
+    """An address as URLs write it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def node(config: ClusterConfig, name: str) -> NodeConfig:

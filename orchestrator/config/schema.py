@@ -38,11 +38,17 @@ def parse_bytes(value: object) -> object:
         if prefix not in _UNITS:
             raise ValueError(f"{value!r} has an unknown unit; use kB, MB, GB, KiB, MiB or GiB")
         factor = _UNITS[prefix]
-    return int(float(match[1]) * factor)
+    try:
+        return int(float(match[1]) * factor)
+    except OverflowError:
+        raise ValueError(f"{value[:20]!r}... is larger than any memory") from None
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Host = Annotated[str, Field(min_length=1)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cpu = Annotated[int, Field(ge=0)]
 
@@ -75,7 +81,7 @@ class ModelConfig(Section):
 class RouterConfig(Section):
     """The HTTP server that clients talk to, and its bounds."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on. Anything but a loopback address opens the service to the network: set
     `security.api_keys` then.
     """
@@ -145,7 +151,7 @@ class TransferConfig(Section):
     itself. Longer than the longest prefill.
     """
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address on which the control channel between engines listens, one socket per tensor-parallel
     rank.
     """
@@ -219,12 +225,12 @@ class PoolConfig(Section):
     engine_args: EngineArgs = EngineArgs()
     """What the engines are started with."""
 
-    env: dict[str, str] = {}
+    env: dict[VariableName, VariableValue] = {}
     """Environment variables of the engines; they win over those that splitserve sets. Values of
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address on which the engines' HTTP servers listen; the router must reach it."""
 
     port_base: Port = 0

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ class LocalLauncher:
         self._say = say
         self._hurry = asyncio.Event()
         self._log_task: asyncio.Task[None] | None = None
-        self._log_dir = _log_dir(config, files)
+        self._log_dir = Path(config.observability.log_dir or files.log_dir)
         self._router = self._router_child()
         self._agents = {node.name: self._agent_child(node.name) for node in nodes(config)}
 
@@ -110,6 +111,7 @@ class LocalLauncher:
         for child in self._children():
             await self._spawn(child)
             child.keeper = asyncio.create_task(self._keep(child))
+            child.keeper.add_done_callback(partial(self._keeper_ended, child))
         self._log_task = asyncio.create_task(self._bound_logs())
 
     async def status(self) -> ClusterStatus:
@@ -216,10 +218,35 @@ class LocalLauncher:
                 self._say(f"{child.name} failed and stays down; its log is {child.log_path}")
                 return
             child.state = "dead"
-            what = "the router" if child is self._router else f"the agent of {child.name}"
-            self._say(f"{what} died ({_ending(child.exit_status)}); starting it again")
+            self._say(
+                f"{self._named(child)} died ({_ending(child.exit_status)}); starting it again"
+            )
+            if not await self._spawn_again(child, delay):
+                return
+
+    async def _spawn_again(self, child: Child, delay: float | None) -> bool:
+        """True once it runs; False when its budget is spent."""
+        while delay is not None:
             await asyncio.sleep(delay)
-            await self._spawn(child)
+            try:
+                await self._spawn(child)
+            except OSError as error:
+                self._say(f"{self._named(child)} cannot be started: {error}")
+                delay = child.budget.take(time.monotonic())
+            else:
+                return True
+        child.state = "failed"
+        self._say(f"{child.name} failed and stays down")
+        return False
+
+    def _keeper_ended(self, child: Child, keeper: asyncio.Task[None]) -> None:
+        """A child that nobody watches counts as failed."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            child.state = "failed"
+            self._say(f"{self._named(child)} is not watched any more: {error!r}")
+
+    def _named(self, child: Child) -> str:
+        return "the router" if child is self._router else f"the agent of {child.name}"
 
     async def _bound_logs(self) -> None:
         """Keep the logs of the router and the agents, which they only append to, within their
@@ -227,7 +254,10 @@ class LocalLauncher:
         """
         while True:
             for child in self._children():
-                bound_log(child.log_path)
+                try:
+                    bound_log(child.log_path)
+                except OSError as error:
+                    _log.error("cannot bound %s: %s", child.log_path, error)
             await asyncio.sleep(_LOG_CHECK_S)
 
     def _is_final(self, child: Child) -> bool:
@@ -314,9 +344,15 @@ def bound_log(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     Its writer appends to the same file for its whole life, so the content is copied and the file
     truncated; lines written between the two are lost.
     """
-    if path.exists() and path.stat().st_size > limit_bytes:
-        shutil.copyfile(path, path.with_name(path.name + ".1"))
-        os.truncate(path, 0)
+    if not path.exists() or path.stat().st_size <= limit_bytes:
+        return
+    kept = path.with_name(path.name + ".1")
+    try:
+        shutil.copyfile(path, kept)
+    except OSError as error:  # Above all a full disk: then room is worth more than old lines.
+        _log.error("%s is emptied without a copy: %s", path, error)
+        kept.unlink(missing_ok=True)
+    os.truncate(path, 0)
 
 
 def tail(path: Path) -> tuple[str, ...]:
@@ -335,11 +371,6 @@ def _shortened(lines: tuple[str, ...]) -> tuple[str, ...]:
     if len(lines) <= _TAIL_LINES:
         return lines
     return (*lines[:_HEAD_LINES], "...", *lines[_HEAD_LINES - _TAIL_LINES :])
-
-
-def _log_dir(config: ClusterConfig, files: ClusterFiles) -> Path:
-    configured = config.observability.log_dir
-    return Path(configured).expanduser() if configured else files.log_dir
 
 
 def _ending(status: int | None) -> str:

@@ -71,7 +71,7 @@ class _Picker:
     def run_of(self, length: int, hosts: Iterable[str]) -> int:
         """First of ``length`` consecutive ports that are free on all ``hosts``."""
         hosts = set(hosts)
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if length < len(FREE_RANGE) else 0):
             first = self._rng.randrange(FREE_RANGE.start, FREE_RANGE.stop - length)
             run = range(first, first + length)
             if self._taken.isdisjoint(run) and all(

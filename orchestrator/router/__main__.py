@@ -22,7 +22,7 @@ from splitserve.orchestrator.config import (
     load_resolved,
     tenants_by_key,
 )
-from splitserve.orchestrator.router.app import run
+from splitserve.orchestrator.router.app import CannotListenError, run
 
 
 def main() -> int:
@@ -44,9 +44,8 @@ def main() -> int:
     )
     try:
         uvloop.run(run(config, secret, keys))
-    except OSError as error:
-        address = f"{config.router.host}:{config.router.port}"
-        print(f"cannot listen on {address} (router.port): {error}", file=sys.stderr)
+    except CannotListenError as error:
+        print(error, file=sys.stderr)
         return 3
     return 0
 

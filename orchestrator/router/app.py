@@ -38,6 +38,10 @@ FLUSH_TIMEOUT_S = 2.0
 """Time that the last bytes of ended answers get to leave."""
 
 
+class CannotListenError(Exception):
+    """The address of the router cannot be had; the message says which and why."""
+
+
 @dataclass
 class Router:
     """A running router. Made by ``start``; ``stop`` ends it."""
@@ -73,7 +77,7 @@ async def start(
     tenant_by_key: Mapping[str, str],
     log_stream: IO[bytes] | None = None,
 ) -> Router:
-    """Listen as the configuration says. Raises ``OSError`` when the port is taken."""
+    """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
     metrics = RouterMetrics(core)
     log = RequestLog(log_stream, config.observability.timeline_requests)
@@ -91,7 +95,11 @@ async def start(
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
     )
-    port = await server.listen(config.router.host, config.router.port)
+    try:
+        port = await server.listen(config.router.host, config.router.port)
+    except OSError as error:
+        address = f"{config.router.host}:{config.router.port}"
+        raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
     return Router(core, driver, agents, client, log, port, server, websockets)
 

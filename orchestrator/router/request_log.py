@@ -6,6 +6,7 @@ Lines are collected and written together a few times a second, so a request neve
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from typing import IO, TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import orjson
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
+
+_log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 0.2
 HELD_LIMIT_LINES = 1000
@@ -27,6 +30,7 @@ class RequestLog:
         self._kept: deque[tuple[Timeline, str]] = deque(maxlen=kept_requests)
         self._unwritten: list[tuple[Timeline, str]] = []
         self._flush_timer: asyncio.TimerHandle | None = None
+        self._lost_lines = 0
         self._wall_offset = time.time() - time.monotonic()
 
     def add(self, timeline: Timeline, client_request_id: str) -> None:
@@ -61,10 +65,20 @@ class RequestLog:
         if self._unwritten and self._stream is not None:
             entries, self._unwritten = self._unwritten, []
             records = (as_record(*entry, self._wall_offset) for entry in entries)
-            self._stream.writelines(
+            lines = b"".join(
                 orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records
             )
-            self._stream.flush()
+            try:
+                self._stream.write(lines)
+                self._stream.flush()
+            except OSError as error:
+                if not self._lost_lines:
+                    _log.error("the request log cannot be written: %s", error)
+                self._lost_lines += len(entries)
+            else:
+                if self._lost_lines:
+                    _log.error("%d lines of the request log were lost", self._lost_lines)
+                self._lost_lines = 0
 
 
 def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) -> dict[str, Any]:

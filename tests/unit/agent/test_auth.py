@@ -15,4 +15,5 @@ def test_the_token_proves_the_secret() -> None:
     assert not is_agent_token(token, SECRET)
     assert not is_agent_token(None, SECRET)
     assert not is_agent_token("Bearer é", SECRET)
+    assert not is_agent_token("Bearer \udcff", SECRET)
     assert SECRET.hex() not in token

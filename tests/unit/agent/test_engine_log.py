@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from splitserve.orchestrator.agent import engine_log
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause, stage_after
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VLLM_START = (
     ("INFO [api_server.py] vLLM API server version 0.32.0", "starting"),
@@ -100,3 +97,22 @@ def test_the_first_error_is_kept(tmp_path: Path) -> None:
     log.close()
     assert log.story()[:2] == ("ValueError: too odd", "  at some line")
     assert likely_cause(log.story(), 1) == "ended by ValueError: too odd"
+
+
+def test_a_full_disk_does_not_disturb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Output is still read; what could not be written is counted in the file when there is room
+    again.
+    """
+    log = EngineLog(tmp_path / "engine.log")
+    log.feed(b"first\n")
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        good, log._file = log._file, full
+        log.feed(b"Starting to load model\nsecond\n")
+        log.note("third")
+        log._file = good
+    assert log.stage == "loading weights"
+    log.feed(b"fourth\n")
+    log.close()
+    text = (tmp_path / "engine.log").read_text().splitlines()
+    assert text == ["first", "[agent] 3 lines could not be written here", "fourth"]
+    assert caplog.text.count("cannot write") == 1

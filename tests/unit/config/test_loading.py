@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,6 +75,14 @@ def test_only_the_model_is_required() -> None:
             "prefill: {cpus: [1]}",
             "prefill.cpus[0] (line 3): a list (of lists where each replica has its own: "
             "`[[0], [1]]`) (got 1)",
+        ),
+        (
+            "router: {queue_timeout_s: .inf}",
+            "router.queue_timeout_s (line 3): input should be a finite number (got inf)",
+        ),
+        (
+            "prefill: {host: ''}",
+            "prefill.host (line 3): string should have at least 1 character (got '')",
         ),
         ("prefill:", "prefill (line 3): is empty; give keys below it, or remove the line"),
         (
@@ -154,3 +163,31 @@ def test_the_configuration_is_frozen() -> None:
     config: ClusterConfig = parse(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         config.router.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("? [a, b]\n: c", "line 3: a key must be one word"),
+        ("name: &x [*x]", "name (line 3)"),
+        ("router: {queue_limit_requests: 1" + "0" * 4400 + "}", "not readable as YAML"),
+        ("prefill: {kv_cache_bytes: '" + "9" * 400 + " GB'}", "larger than any memory"),
+        ("prefill: {env: {A=B: c}}", "prefill.env.A=B"),
+        ('prefill: {env: {A: "\\0"}}', "prefill.env.A"),
+        ('prefill: {engine_args: {odd: "\\0"}}', "cannot hold a NUL character"),
+        ("prefill: {engine_args: {odd: !!binary aGVsbG/f}}", "cannot be handed on"),
+        ("prefill: {engine_args: {hf_token: hf_x}}", "everybody on this machine sees"),
+    ],
+)
+def test_what_could_not_reach_the_processes_is_refused(text: str, words: str) -> None:
+    """Odd YAML ends in a sentence, never in a traceback, an endless loop, or a later failure."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(MINIMAL + text)
+
+
+def test_an_ipv6_host_becomes_a_url() -> None:
+    """With brackets."""
+    config = parse(MINIMAL + "decode: {host: '::1', transfer: {host: '::1'}}")
+    node = nodes(config)[1]
+    assert node.engine_url == "http://[::1]:0"
+    assert node.control_addresses == ("tcp://[::1]:0",)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 from router_stubs.cluster import SECRET, StubCluster, completion, stub_cluster
 
 from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.core.effects import Timeline
+from splitserve.orchestrator.router.request_log import RequestLog
+
+if TYPE_CHECKING:
+    import pytest
 
 OPERATOR = {"Authorization": f"Bearer {agent_token(SECRET)}"}
 
@@ -93,3 +101,27 @@ async def test_with_keys_the_status_is_for_operators() -> None:
         response = await cluster.session.get(url, headers=OPERATOR)
         assert response.status == 200
         assert "key-p0" not in await response.text()
+
+
+def test_a_request_log_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
+    """Lost lines are counted and said once each way; nobody else is disturbed."""
+    timeline = Timeline(
+        request_id="r",
+        endpoint="completions",
+        tenant="",
+        streaming=True,
+        prompt_tokens=1,
+        received=0.0,
+    )
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        log = RequestLog(full, 10)  # type: ignore[arg-type]
+        for _ in range(3):
+            log._unwritten.append((timeline, "x"))
+            log.flush()
+        assert caplog.text.count("the request log cannot be written") == 1
+    kept = io.BytesIO()
+    log._stream = kept
+    log._unwritten.append((timeline, "x"))
+    log.flush()
+    assert "3 lines of the request log were lost" in caplog.text
+    assert kept.getvalue().count(b"\n") == 1

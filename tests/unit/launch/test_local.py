@@ -1,0 +1,103 @@
+"""The local launcher's watch over its children, when the machine runs out of something."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.launch import local
+from splitserve.orchestrator.launch.files import ClusterFiles
+from splitserve.orchestrator.launch.local import Child, LocalLauncher, bound_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG = """
+engine: mock
+model: {path: m}
+supervision: {restart_delay_s: 0.001, restart_limit: 2}
+"""
+
+
+class Rig:
+    """A launcher that starts nothing by itself, and what it has said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.launcher = LocalLauncher(
+            parse(CONFIG),
+            ClusterFiles("rig"),
+            model="m",
+            run="rig-run",
+            secret=bytes(32),
+            say=self.said.append,
+        )
+        self.router = self.launcher._router
+
+    async def keep(self) -> None:
+        """Watch the router until nobody does any more."""
+        keeper = asyncio.create_task(self.launcher._keep(self.router))
+        self.router.keeper = keeper
+        keeper.add_done_callback(lambda task: self.launcher._keeper_ended(self.router, task))
+        await asyncio.wait([keeper], timeout=20)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A launcher over a state folder of its own, with a router that ends at once."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    rig = Rig()
+    rig.router.log_path.parent.mkdir(parents=True)
+    rig.router.argv = ["true"]
+    return rig
+
+
+async def test_a_router_that_cannot_be_started_again_is_failed(rig: Rig) -> None:
+    """Not silently dead: it is tried within its budget, said, and known as broken."""
+    await rig.launcher._spawn(rig.router)
+    assert rig.router.process is not None
+    await rig.router.process.wait()
+    rig.router.log_path.unlink()
+    rig.router.log_path.parent.rmdir()
+    await rig.keep()
+    assert rig.router.state == "failed"
+    assert rig.launcher.broken() is not None
+    assert any("the router cannot be started: " in line for line in rig.said)
+    assert rig.said[-1] == "router failed and stays down"
+
+
+async def test_a_child_that_nobody_watches_is_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the watch itself is said, and `up` does not go on as if nothing had happened."""
+
+    def fail(child: Child) -> bool:
+        raise RuntimeError("no thread left")
+
+    monkeypatch.setattr(rig.launcher, "_is_final", fail)
+    await rig.launcher._spawn(rig.router)
+    await rig.keep()
+    assert rig.launcher.failure() is not None
+    assert "not watched any more: RuntimeError('no thread left')" in rig.said[-1]
+
+
+def test_a_log_is_bounded_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for its copy it is emptied."""
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "router.log"
+    path.write_bytes(b"x" * 100)
+    bound_log(path, 100)
+    assert path.stat().st_size == 100
+    monkeypatch.setattr(local.shutil, "copyfile", full)
+    bound_log(path, 50)
+    assert [p.stat().st_size for p in tmp_path.iterdir()] == [0]
