@@ -61,6 +61,9 @@ class RouterLink:
         self._hello: AgentHello | None = None
         self._hello_sent = False
         self._deaths: deque[EngineDied] = deque(maxlen=_DEATHS_LIMIT)
+        """To be told on this connection."""
+        self._told: deque[EngineDied] = deque(maxlen=_DEATHS_LIMIT)
+        """Told already; the next connection may lead to a router that does not know them."""
         self._fresh: NodeState | LoadingProgress | None = None
         self._wake = asyncio.Event()
         self._deaths_sent = asyncio.Event()
@@ -73,7 +76,7 @@ class RouterLink:
         self._wake.set()
 
     def died(self, report: EngineDied) -> None:
-        """An engine's processes are proven gone; kept until a router has it."""
+        """An engine's processes are proven gone; told now and after each reconnect."""
         self._deaths.append(report)
         self._deaths_sent.clear()
         self._wake.set()
@@ -124,6 +127,8 @@ class RouterLink:
         self.connected = True
         self._hello_sent = False
         self._fresh = None
+        self._deaths.extendleft(reversed(self._told))
+        self._told.clear()
         self._wake.set()
         sender = asyncio.create_task(self._send_all(socket))
         try:
@@ -152,7 +157,7 @@ class RouterLink:
                 self._wake.clear()
                 while self._deaths:
                     await self._send(socket, self._deaths[0])
-                    self._deaths.popleft()
+                    self._told.append(self._deaths.popleft())
                 self._deaths_sent.set()
                 if self._hello is not None and not self._hello_sent:
                     self._hello_sent = True

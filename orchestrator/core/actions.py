@@ -185,7 +185,8 @@ class Actions(ABC):
         return []
 
     def release_prefill(self, request: Request, now: float, reason: str) -> list[Effect]:
-        self._give_back_prefill(request)
+        if request.has_prefill_leg:
+            self._give_back_prefill(request)
         if request.phase is Phase.PREFILLING:
             request.phase = Phase.LANDING
         return []

@@ -61,9 +61,11 @@ class FailTransfer(msgspec.Struct, frozen=True):
 
 
 class AnnounceDeath(msgspec.Struct, frozen=True):
-    """Tell every agent that nothing of this incarnation can write any more."""
+    """Tell agents that nothing of this incarnation can write any more."""
 
     incarnation: str
+    node: str = ""
+    """The one node to tell, which may have missed it; empty for all."""
 
 
 class AnswerError(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ whole prompt.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     Action = Callable[[Request, float, str], list[Effect]]
 
 
+DEATHS_LIMIT_INCARNATIONS = 100
+
+
 class RouterCore(Actions):
     """All decisions of the router."""
 
@@ -43,6 +47,8 @@ class RouterCore(Actions):
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
         self.is_stopping = False
+        self._deaths: OrderedDict[str, None] = OrderedDict()
+        """The latest incarnations that died, oldest first: a node that joins may have missed it."""
         self._rows: dict[tuple[Phase, Trigger], tuple[Action, tuple[Phase, ...]]] = {
             key: (getattr(self, row.action), row.to) for key, row in TRANSITIONS.items()
         }
@@ -108,7 +114,8 @@ class RouterCore(Actions):
         self.membership.changed()
         self.silence.arm(description.node, now)
         self._may_place = True
-        return [*effects, AcceptNode(description.node)]
+        missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
+        return [*effects, AcceptNode(description.node), *missed]
 
     def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
         state = event.state
@@ -132,7 +139,11 @@ class RouterCore(Actions):
         return self._check_waiting(now)
 
     def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
-        effects: list[Effect] = [AnnounceDeath(event.incarnation)]
+        is_news = event.incarnation not in self._deaths
+        effects: list[Effect] = [AnnounceDeath(event.incarnation)] if is_news else []
+        self._deaths[event.incarnation] = None
+        while len(self._deaths) > DEATHS_LIMIT_INCARNATIONS:
+            self._deaths.popitem(last=False)
         node = self.membership.find(event.node, event.incarnation)
         if node is not None:
             node.phase = "dead"

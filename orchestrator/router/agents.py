@@ -132,8 +132,9 @@ class AgentHub:
         self._send(order.node, msg.FailTransfer(transfer_id=order.transfer_id, reason=order.reason))
 
     def announce_death(self, order: ef.AnnounceDeath) -> None:
-        for connection in self._connections.values():
-            connection.send(msg.PeerDied(incarnation=order.incarnation))
+        for name, connection in self._connections.items():
+            if order.node in ("", name):
+                connection.send(msg.PeerDied(incarnation=order.incarnation))
 
     def _send(self, node: str, frame: msg.ToAgent) -> None:
         connection = self._connections.get(node)

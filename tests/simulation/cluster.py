@@ -61,6 +61,8 @@ class Leg:
     node: str
     engine: Engine | None = None
     is_over: bool = False
+    has_lost_bytes: bool = False
+    """The connection was cut in the middle of an answer: nothing more comes on it."""
     has_data: bool = False
 
 
@@ -84,6 +86,8 @@ class Cluster:
         self.network = Network(world)
         self.can_revoke = world.random.random() < 0.3
         """The transport's bytes are placed by the receiver."""
+        self.write_s = world.random.choice([0.002, 0.05, 0.5])
+        """Longest time that a page takes to land."""
         self.is_one_host = not self.can_revoke and world.random.random() < 0.5
         """Engines watch each other's processes."""
         self.core = RouterCore(LIMITS)
@@ -162,9 +166,10 @@ class Cluster:
                 self._close_leg(self.legs[request_id, attempt, kind])
             case ef.FailTransfer(node, transfer_id, reason):
                 self._order(self.nodes[node], GiveUpTransfer(transfer_id, reason))
-            case ef.AnnounceDeath(incarnation):
+            case ef.AnnounceDeath(incarnation, only):
                 for node in self.nodes.values():
-                    self._order(node, PeerIsDead(incarnation))
+                    if only in ("", node.name):
+                        self._order(node, PeerIsDead(incarnation))
             case ef.AnswerError(request_id, status, message):
                 self.clients[request_id].ends.append(f"{status} {message}")
             case ef.EndRequest(timeline):
@@ -223,7 +228,10 @@ class Cluster:
             engine.add(request)
 
     def _answer(self, leg: Leg, call: Any, *args: Any) -> None:
+        if leg.has_lost_bytes:
+            return
         if not self.network.send(leg.node, ROUTER, call, *args):
+            leg.has_lost_bytes = True
             self.world.at(CUT_LEG_S, self._break, leg, "the connection timed out")
 
     def _hear(self, leg: Leg, heard: int | None) -> None:
@@ -244,6 +252,8 @@ class Cluster:
         if not leg.has_data:
             leg.has_data = True
             self.tell(ev.FirstDataArrived(leg.request_id, leg.attempt))
+        if client.outcome:
+            self.world.fail(f"{leg.request_id} gets a token after its end")
         client.tokens.append(heard)
 
     def _break(self, leg: Leg, reason: str) -> None:

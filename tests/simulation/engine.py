@@ -167,8 +167,9 @@ class Engine:
         self.transfers.begin_step(self.legs.take_orders())
         total = sum(tokens for _, tokens in scheduled)
         seconds = STEP_S + total * TOKEN_S if scheduled else STEP_S / 2
+        computed = [(r, r.computed, n, list(r.blocks)) for r, n in scheduled if not r.has_landed]
         for layer in range(LAYERS) if scheduled else ():
-            self.process.work(seconds * (layer + 1) / (LAYERS + 1), self._layer, layer, scheduled)
+            self.process.work(seconds * (layer + 1) / (LAYERS + 1), self._layer, layer, computed)
         self.process.work(seconds, self._end_step, scheduled)
 
     def _schedule(self) -> list[tuple[EngineRequest, int]]:
@@ -200,15 +201,14 @@ class Engine:
         request.state = State.PARKED if wanted else State.RUNNING
         return True
 
-    def _layer(self, layer: int, scheduled: list[tuple[EngineRequest, int]]) -> None:
-        for request, tokens in scheduled:
-            if request.state is not State.RUNNING or request.has_landed:
-                continue
-            start = min(request.computed, len(request.prompt) - 1)
-            after = min(request.computed + tokens, len(request.prompt))
-            for block in range(start // BLOCK_TOKENS, blocks_for(after)):
+    def _layer(self, layer: int, computed: list[tuple[EngineRequest, int, int, list[int]]]) -> None:
+        """A layer of the step has run, for requests that were aborted meanwhile too."""
+        for request, before, tokens, blocks in computed:
+            after = min(before + tokens, len(request.prompt))
+            first = min(before, len(request.prompt) - 1) // BLOCK_TOKENS
+            for block in range(first, blocks_for(after)):
                 content = page_of(layer, request.prompt, block, after)
-                self.memory.pages[layer, request.blocks[block]] = content
+                self.memory.pages[layer, blocks[block]] = content
         self.transfers.layer_done(layer)
 
     def _end_step(self, scheduled: list[tuple[EngineRequest, int]]) -> None:

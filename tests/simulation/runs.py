@@ -12,11 +12,12 @@ from simulation.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOAD_S = 8.0
+LOAD_S = 4.0
 """Requests arrive and faults begin within this time."""
 LONGEST_FAULT_S = 15.0
 SETTLE_S = 60.0
 """After the last fault: longer than every deadline, lease and silence together."""
+SLOWNESS = 20.0
 STEP_LIMIT = 200_000
 
 
@@ -31,7 +32,7 @@ class Result:
     outcomes: dict[str, int]
 
 
-def run(seed: int, *, requests: int = 12, faults: int = 4) -> Result:
+def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
     """Run a seed to its end. Raises ``InvariantError``, or any assertion of the code under test."""
     world = World(seed)
     random = world.random
@@ -98,12 +99,13 @@ def slow(cluster: Cluster) -> None:
     if engine is None:
         return
     process = engine.process
+    cluster.world.note(f"{engine.incarnation} is slow")
 
     def begin() -> None:
-        process.slowness *= 20
+        process.slowness = SLOWNESS
 
     def end() -> None:
-        process.slowness /= 20
+        process.slowness = 1.0
 
     _for_a_while(cluster, begin, end)
 
@@ -144,9 +146,10 @@ def leave(cluster: Cluster) -> None:
 
 def preempt(cluster: Cluster) -> None:
     """An engine takes a running request's blocks back."""
-    engine = cluster.world.random.choice(list(cluster.nodes.values())).engine
-    if engine is not None:
-        engine.process.at(0.0, engine.preempt)
+    random = cluster.world.random
+    engine = random.choice(list(cluster.nodes.values())).engine
+    for _ in range(10 if engine is not None else 0):
+        engine.process.at(random.random(), engine.preempt)
 
 
-FAULTS = [kill, pause, slow, partition, weather, leave, preempt]
+FAULTS = [kill, pause, slow, partition, weather, leave, preempt, preempt]

@@ -48,8 +48,6 @@ SILENCE_S = 5.0
 LEASE_S = 10.0
 DEADLINE_S = 20.0
 PAGE_BYTES = 100
-WRITE_S = 0.002
-"""Longest time that a page takes to land."""
 BROKEN_WRITE_S = 1.0
 """After this long a write to a host that is cut off fails."""
 
@@ -221,7 +219,8 @@ class Transfers:
             self._answer(downstream.engine, downstream.number, message)
 
     def _answer(self, target: Engine, number: int, message: Any) -> None:
-        self.world.note(f"{self.engine.incarnation} to {target.incarnation}: {message}")
+        if not isinstance(message, Pong):
+            self.world.note(f"{self.engine.incarnation} to {target.incarnation}: {message}")
         self.engine.network.send_control(
             self.engine.host,
             target.host,
@@ -247,7 +246,7 @@ class Transfers:
         for layer, block in pages:
             source = session.source_blocks[block]
             place = grant.block_ids[block - grant.first_block]
-            delay = self.world.random.random() * WRITE_S
+            delay = self.world.random.random() * self.engine.cluster.write_s
             arguments = (number, copy, owner, layer, source, place)
             self.engine.process.work(delay, self._copy_page, *arguments)
 
@@ -384,7 +383,8 @@ class Transfers:
         self._tell(address, Hello())
 
     def _tell(self, address: str, message: Any) -> None:
-        self.world.note(f"{self.engine.incarnation} to {address}: {message}")
+        if not isinstance(message, Ping):
+            self.world.note(f"{self.engine.incarnation} to {address}: {message}")
         self.engine.network.send_control(
             self.engine.host,
             self.engine.cluster.host_of(address),

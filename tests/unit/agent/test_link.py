@@ -105,7 +105,9 @@ async def link(router: FakeRouter) -> AsyncIterator[RouterLink]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_hello_and_deaths_are_sent_once(router: FakeRouter, link: RouterLink) -> None:
+async def test_hello_and_deaths_are_sent_once_per_connection(
+    router: FakeRouter, link: RouterLink
+) -> None:
     """What was reported before there was a connection arrives in order: death, then hello."""
     link.died(DEATH)
     link.hello(HELLO)
@@ -116,15 +118,15 @@ async def test_hello_and_deaths_are_sent_once(router: FakeRouter, link: RouterLi
     assert isinstance(await router.next(), LoadingProgress)
 
 
-async def test_the_hello_is_repeated_after_a_reconnect(
+async def test_everything_is_repeated_after_a_reconnect(
     router: FakeRouter, link: RouterLink
 ) -> None:
-    """A router that lost the connection hears again who runs, but not of the same death."""
+    """It may be another router, which knows neither who runs nor who died."""
     link.died(DEATH)
     link.hello(HELLO)
     assert [await router.next(), await router.next()] == [DEATH, HELLO]
     await router.sockets[0].close()
-    assert await router.next() == HELLO
+    assert [await router.next(), await router.next()] == [DEATH, HELLO]
 
 
 async def test_frames_of_the_router_are_handed_over(router: FakeRouter, link: RouterLink) -> None:

@@ -7,6 +7,7 @@ from router_stubs.core_story import Driver, description, ended, names
 
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.effects import (
+    AcceptNode,
     AnnounceDeath,
     AnswerError,
     CancelLeg,
@@ -227,6 +228,32 @@ def test_a_dead_prefill_node_leaves_its_requests_to_decode() -> None:
     assert effects[0] == AnnounceDeath("p0-1")
     assert names(effects[1:]) == ["FailTransfer"]
     assert driver.request("r2") == [StartAlone("r2", 1, description("d0"))]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_prefill_node_that_dies_late_does_not_disturb_streams(answers: bool) -> None:
+    """Whether its leg was answered or had failed before: every stream goes on, each leg is given
+    back once.
+    """
+    driver = Driver("p0", "d0", placement={"prefill_ahead_requests": 3})
+    for request_id in ("r1", "r2"):
+        driver.request(request_id)
+        news = ev.PrefillAnswered(request_id, 1, 200)
+        driver.do(news if answers else ev.PrefillFailed(request_id, 1, "reset"))
+        driver.do(ev.FirstDataArrived(request_id, 1))
+    assert names(driver.do(ev.NodeDied("p0", "p0-1", "killed"))) == ["AnnounceDeath"]
+    for request_id in ("r1", "r2"):
+        assert names(driver.do(ev.DecodeEnded(request_id, 1))) == ["EndRequest"]
+    assert driver.is_idle()
+
+
+def test_a_node_that_was_away_hears_of_the_dead() -> None:
+    """Without it the pages that a dead engine was granted would stay in quarantine for ever."""
+    driver = Driver("p0", "d0")
+    driver.do(ev.NodeDisconnected("d0", "d0-1"))
+    assert driver.do(ev.NodeDied("p0", "p0-1", "killed")) == [AnnounceDeath("p0-1")]
+    assert driver.do(ev.NodeDied("p0", "p0-1", "killed")) == []
+    assert driver.join("d0") == [AcceptNode("d0"), AnnounceDeath("p0-1", "d0")]
 
 
 def test_a_dead_decode_node_moves_its_silent_requests_and_ends_its_streams() -> None:
