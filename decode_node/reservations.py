@@ -7,16 +7,23 @@ preemption it is computed here like any other.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from splitserve.kv_transfer.orders import BeginReceive, Decline
+from msgspec import structs
+
+from splitserve.kv_transfer.orders import BeginReceive, Decline, Retarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from splitserve.kv_transfer.transfer_params import TransferParams
+
+
+EARLY_LIMIT_RETARGETS = 1_000
+"""News of decode legs that are still on their way; older ones are forgotten."""
 
 
 class ReservationState(Enum):
@@ -44,9 +51,13 @@ class Reservations:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._reservations: dict[str, Reservation] = {}
-        self._transfers: set[str] = set()
+        self._transfers: dict[str, str] = {}
+        """Request ids by transfer id."""
         self._receives: list[BeginReceive] = []
         self._cancels: list[tuple[str, str]] = []
+        self._retargets: list[Retarget] = []
+        self._early_retargets: OrderedDict[str, Retarget] = OrderedDict()
+        """By transfer id: news of transfers whose decode leg is not here yet."""
         self._declines: list[Decline] = []
 
     def arrived(
@@ -55,9 +66,32 @@ class Reservations:
         """A decode leg reached the engine. False when its transfer is already waited for here."""
         if params.transfer_id in self._transfers:
             return False
-        self._transfers.add(params.transfer_id)
+        self._transfers[params.transfer_id] = request_id
+        early = self._early_retargets.pop(params.transfer_id, None)
+        if early is not None and early.attempt > params.attempt:
+            params = _retargeted(params, early)
         self._reservations[request_id] = Reservation(params, prompt_tokens, prompt_hash)
         return True
+
+    def retarget(self, order: Retarget) -> None:
+        """The prompt of a transfer is computed by another prefill node than was said."""
+        request_id = self._transfers.get(order.transfer_id)
+        if request_id is None:
+            self._early_retargets[order.transfer_id] = order
+            while len(self._early_retargets) > EARLY_LIMIT_RETARGETS:
+                self._early_retargets.popitem(last=False)
+            return
+        reservation = self._reservations[request_id]
+        if order.attempt <= reservation.params.attempt:
+            return
+        reservation.params = _retargeted(reservation.params, order)
+        if reservation.state is ReservationState.RESERVED:
+            self._retargets.append(order)
+        elif reservation.state is ReservationState.SETTLED:
+            reason = "the decode node computes the prompt itself"
+            self._declines.append(
+                Decline(order.transfer_id, order.attempt, order.peer_addresses, reason)
+            )
 
     def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
         """How many prompt tokens after ``computed_tokens`` (whole blocks) should come from the
@@ -130,7 +164,7 @@ class Reservations:
         elif reservation.state is ReservationState.ARRIVED:
             self.declined(request_id, "the request was aborted on the decode node")
         del self._reservations[request_id]
-        self._transfers.discard(reservation.params.transfer_id)
+        self._transfers.pop(reservation.params.transfer_id, None)
 
     @property
     def waiting(self) -> int:
@@ -140,14 +174,34 @@ class Reservations:
     @property
     def has_orders(self) -> bool:
         """Whether the workers must be told something before anything else happens."""
-        return bool(self._receives or self._cancels or self._declines)
+        return bool(self._receives or self._retargets or self._cancels or self._declines)
 
     def take_orders(
         self,
-    ) -> tuple[tuple[BeginReceive, ...], tuple[tuple[str, str], ...], tuple[Decline, ...]]:
-        """(receives, cancels, declines) since the last call."""
-        taken = (tuple(self._receives), tuple(self._cancels), tuple(self._declines))
+    ) -> tuple[
+        tuple[BeginReceive, ...],
+        tuple[Retarget, ...],
+        tuple[tuple[str, str], ...],
+        tuple[Decline, ...],
+    ]:
+        """(receives, retargets, cancels, declines) since the last call."""
+        taken = (
+            tuple(self._receives),
+            tuple(self._retargets),
+            tuple(self._cancels),
+            tuple(self._declines),
+        )
         self._receives.clear()
+        self._retargets.clear()
         self._cancels.clear()
         self._declines.clear()
         return taken
+
+
+def _retargeted(params: TransferParams, order: Retarget) -> TransferParams:
+    return structs.replace(
+        params,
+        attempt=order.attempt,
+        peer_incarnation=order.peer_incarnation,
+        peer_addresses=order.peer_addresses,
+    )

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from splitserve.kv_transfer.channel import dial, listen
+from splitserve.kv_transfer.orders import Retarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +88,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Question = AskDescription | AskStatus | GiveUpTransfer | PeerIsDead
+Order = GiveUpTransfer | PeerIsDead | Retarget
+"""What waits for the engine's next step; answered with ``Accepted`` or ``Refused``."""
+Question = AskDescription | AskStatus | Order
 Answer = EngineDescription | EngineStatus | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -111,7 +114,7 @@ class EngineEndpoint:
         self._secret = secret
         self._description = description
         self._status = status
-        self._orders: deque[GiveUpTransfer | PeerIsDead] = deque()
+        self._orders: deque[Order] = deque()
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._failure: OSError | None = None
@@ -130,19 +133,27 @@ class EngineEndpoint:
         """Whether the engine should take a step to carry out an order."""
         return bool(self._orders)
 
-    def take_orders(self) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-        """((transfer id, reason) given up, incarnations proven dead) since the last call."""
+    def take_orders(
+        self,
+    ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[Retarget, ...]]:
+        """((transfer id, reason) given up, incarnations proven dead, transfers with another prefill
+        node) since the last call.
+        """
         given_up: list[tuple[str, str]] = []
         dead: list[str] = []
+        retargets: list[Retarget] = []
         while self._orders:
             order = self._orders.popleft()
-            if isinstance(order, GiveUpTransfer):
-                given_up.append((order.transfer_id, order.reason))
-            else:
-                dead.append(order.incarnation)
-        return tuple(given_up), tuple(dead)
+            match order:
+                case GiveUpTransfer(transfer_id, reason):
+                    given_up.append((transfer_id, reason))
+                case PeerIsDead(incarnation):
+                    dead.append(incarnation)
+                case Retarget():
+                    retargets.append(order)
+        return tuple(given_up), tuple(dead), tuple(retargets)
 
-    def order(self, order: GiveUpTransfer | PeerIsDead) -> Accepted | Refused:
+    def order(self, order: Order) -> Accepted | Refused:
         """Keep an order for the engine's next step, up to a bound."""
         if len(self._orders) >= ORDER_LIMIT:
             return Refused(f"{ORDER_LIMIT:,} orders wait for the engine's next step already")
@@ -219,6 +230,10 @@ class EngineEndpointClient:
     async def fail_transfer(self, transfer_id: str, reason: str) -> None:
         """Tell either side of a transfer that the other leg will not come."""
         await self._ask(GiveUpTransfer(transfer_id, reason))
+
+    async def retarget(self, order: Retarget) -> None:
+        """Tell a decode engine that another prefill node computes a transfer's prompt."""
+        await self._ask(order)
 
     async def peer_died(self, incarnation: str) -> None:
         """Tell the engine that a peer's processes are proven gone."""

@@ -135,6 +135,8 @@ class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
     transfer_id: str
     attempt: int
     reason: str
+    refused: bool = False
+    """The grant does not fit what was computed: no other writer would be of use."""
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):

@@ -52,6 +52,18 @@ class BeginReceive(msgspec.Struct, frozen=True):
     prompt_hash: bytes
 
 
+class Retarget(msgspec.Struct, frozen=True, tag="retarget"):
+    """The prompt is computed by another prefill node: what was reserved for the transfer is granted
+    to it, once the one before has fenced.
+    """
+
+    transfer_id: str
+    attempt: int
+    peer_incarnation: str
+    peer_addresses: tuple[str, ...]
+    reason: str
+
+
 class Decline(msgspec.Struct, frozen=True):
     """This node computes the prompt itself after all: the prefill node need not keep it."""
 
@@ -72,6 +84,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     receives: tuple[BeginReceive, ...] = ()
     cancels: tuple[tuple[str, str], ...] = ()
     """(request id, reason): a waiting request was aborted."""
+    retargets: tuple[Retarget, ...] = ()
     declines: tuple[Decline, ...] = ()
     given_up: tuple[tuple[str, str], ...] = ()
     """(transfer id, reason): the other leg will not come; either side."""

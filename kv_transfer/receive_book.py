@@ -10,6 +10,8 @@ Promises kept here:
 * pages are granted only to the very engine that the leg names, and only once per attempt;
 * a request is reported exactly once, and only when nobody may write to its pages any more: every
   writer has delivered, fenced, is proven dead, or was ended by the transport;
+* pages whose writer has failed are kept for another one for ``retarget_wait_s``, and granted to it
+  as a new attempt;
 * a request that was cancelled, or whose deadline ended, asks for its fences until they have come.
 
 What it does not know: sockets, memory, time (``now`` is an argument, in seconds of any monotonic
@@ -28,7 +30,7 @@ from splitserve.kv_transfer.session_receive import ReceiveSession, Source, Sourc
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.messages import FromDecode
-    from splitserve.kv_transfer.orders import BeginReceive, Decline
+    from splitserve.kv_transfer.orders import BeginReceive, Decline, Retarget
 
 FENCE_INTERVAL_S = 2.0
 """Between repeated requests for a fence."""
@@ -104,10 +106,19 @@ ReceiveEffect = Tell | TellOnce | Greet | Expect | Revoke | Finish
 class ReceiveBook:
     """All receives of one rank. Owned by one thread."""
 
-    def __init__(self, *, heads: frozenset[int], layers: int, deadline_s: float, first_tag: int):
+    def __init__(
+        self,
+        *,
+        heads: frozenset[int],
+        layers: int,
+        deadline_s: float,
+        retarget_wait_s: float,
+        first_tag: int,
+    ) -> None:
         self._heads = heads
         self._layers = layers
         self._deadline_s = deadline_s
+        self._retarget_wait_s = retarget_wait_s
         self._tags = first_tag
         self._sessions: dict[tuple[str, int], ReceiveSession] = {}
         """By transfer id and attempt: an old attempt may still wait for its fence."""
@@ -124,6 +135,7 @@ class ReceiveBook:
             "failed_receives": 0,
             "declined_transfers": 0,
             "expired_receives": 0,
+            "retargeted_receives": 0,
         }
 
     # -- what the engine says ------------------------------------------------------------------
@@ -147,40 +159,83 @@ class ReceiveBook:
             deadline=now + self._deadline_s,
             sources={address: Source() for address in order.peer_addresses},
             times={"reserved": now},
+            is_retargetable=self._retarget_wait_s > 0,
         )
         if key in self._sessions:
             session.cancel("this attempt of the transfer is open here already")
             return self._finish(session)
-        self._sessions[key] = session
-        self._by_request[order.request_id] = key
         why_not = self._given_up.pop(order.transfer_id, None)
-        if order.peer_incarnation in self._dead:
-            why_not = "the prefill engine is gone"
-        elif not is_callable:
+        if why_not is None and not is_callable:
             why_not = "a prefill rank cannot be called"
+        if why_not is not None:
+            session.is_retargetable = False
+        return self._start(session, now, why_not)
+
+    def _start(
+        self, session: ReceiveSession, now: float, why_not: str | None = None
+    ) -> list[ReceiveEffect]:
+        """Grant the session's pages to who is introduced; with ``why_not`` cancel it instead."""
+        key = (session.transfer_id, session.attempt)
+        self._sessions[key] = session
+        self._by_request[session.request_id] = key
+        if session.peer_incarnation in self._dead:
+            why_not = why_not or "the prefill engine is gone"
         if why_not is not None:
             return self._cancel(session, why_not, now)
         effects: list[ReceiveEffect] = []
-        for address in order.peer_addresses:
+        for address in session.sources:
             introduced = self._introduced.get(address)
-            if introduced is not None and introduced.incarnation == order.peer_incarnation:
+            if introduced is not None and introduced.incarnation == session.peer_incarnation:
                 effects += self._grant(session, address, now)
             elif introduced is not None or address in self._refused:
                 self._refused.discard(address)
                 effects.append(Greet(address))
         return [*effects, *self._go_on(session, now)]
 
+    def retarget(self, order: Retarget, now: float) -> list[ReceiveEffect]:
+        """Another prefill node computes the prompt: it is granted the pages once the one before
+        may not write any more. Declined where nobody waits for them.
+        """
+        waiting = [s for s in self._where(transfer_id=order.transfer_id) if s.is_retargetable]
+        if not waiting or waiting[-1].attempt >= order.attempt:
+            reason = "the decode node computes the prompt itself"
+            cancel = Cancel(transfer_id=order.transfer_id, attempt=order.attempt, reason=reason)
+            return [TellOnce(address, cancel) for address in order.peer_addresses]
+        session = waiting[-1]
+        session.successor = order
+        return self._cancel(session, order.reason, now)
+
+    def _succeed(self, session: ReceiveSession, order: Retarget, now: float) -> list[ReceiveEffect]:
+        """The pages of an ended attempt are granted to the next writer."""
+        self.counters["retargeted_receives"] += 1
+        following = ReceiveSession(
+            transfer_id=session.transfer_id,
+            request_id=session.request_id,
+            attempt=order.attempt,
+            peer_incarnation=order.peer_incarnation,
+            first_block=session.first_block,
+            block_ids=session.block_ids,
+            prompt_tokens=session.prompt_tokens,
+            prompt_hash=session.prompt_hash,
+            heads=self._heads,
+            deadline=session.deadline,
+            sources={address: Source() for address in order.peer_addresses},
+            times={"reserved": session.times["reserved"], "retargeted": now},
+            is_retargetable=True,
+        )
+        return self._start(following, now)
+
     def cancel(self, request_id: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The engine does not want the request's pages any more."""
         key = self._by_request.get(request_id)
-        return [] if key is None else self._cancel(self._sessions[key], reason, now)
+        return [] if key is None else self._abandon(self._sessions[key], reason, now)
 
     def give_up(self, transfer_id: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The prefill leg will not come; also when that is known before the decode leg is here."""
         sessions = self._where(transfer_id=transfer_id)
         if not sessions:
             _remember(self._given_up, transfer_id, reason, GIVEN_UP_LIMIT_TRANSFERS)
-        return [e for session in sessions for e in self._cancel(session, reason, now)]
+        return [e for session in sessions for e in self._abandon(session, reason, now)]
 
     def decline(self, decline: Decline) -> list[ReceiveEffect]:
         """This engine computes a prompt itself: whoever prefills it need not keep it."""
@@ -258,13 +313,14 @@ class ReceiveBook:
             session.times["delivered"] = now
             session.delivered(address, message.pages, message.bytes)
         else:
+            session.is_retargetable = session.is_retargetable and not message.refused
             session.ended(address, message.reason)
         return self._go_on(session, now)
 
-    def revoked(self, session: ReceiveSession, address: str) -> list[ReceiveEffect]:
+    def revoked(self, session: ReceiveSession, address: str, now: float) -> list[ReceiveEffect]:
         """The transport promises that nothing lands under the revoked tag any more."""
         session.ended(address, session.cancel_reason or "the transport ended the writer")
-        return self._settle(session)
+        return self._settle(session, now)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -274,9 +330,11 @@ class ReceiveBook:
         for session in list(self._sessions.values()):
             if session.cancel_reason is None and session.deadline <= now:
                 self.counters["expired_receives"] += 1
-                effects += self._cancel(
+                effects += self._abandon(
                     session, f"not delivered within {self._deadline_s:g} s", now
                 )
+            elif session.held_until is not None:
+                effects += self._settle(session, now)
             elif session.cancel_reason and now - session.fence_asked_at >= FENCE_INTERVAL_S:
                 effects += self._cancel(session, session.cancel_reason, now)
         return effects
@@ -340,7 +398,12 @@ class ReceiveBook:
         """After something has happened to a session."""
         if session.cancel_reason is not None:
             return self._cancel(session, session.cancel_reason, now)
-        return self._settle(session)
+        return self._settle(session, now)
+
+    def _abandon(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
+        """Nobody waits for the pages any more."""
+        session.is_retargetable, session.successor = False, None
+        return self._cancel(session, reason, now)
 
     def _cancel(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
         """Take the pages back: at once where the transport can, else when the writer has fenced."""
@@ -353,13 +416,21 @@ class ReceiveBook:
             if introduced is not None and introduced.incarnation == session.peer_incarnation:
                 effects.append(Tell(address, cancel))
             effects.append(Revoke(session, address, session.sources[address].tag))
-        return [*effects, *self._settle(session)]
+        return [*effects, *self._settle(session, now)]
 
-    def _settle(self, session: ReceiveSession) -> list[ReceiveEffect]:
-        """End the session if nobody may write to its pages any more."""
+    def _settle(self, session: ReceiveSession, now: float) -> list[ReceiveEffect]:
+        """End the session if nobody may write to its pages any more, or keep them for another
+        writer.
+        """
         key = (session.transfer_id, session.attempt)
         if session.outcome is None or self._sessions.get(key) is not session:
             return []
+        successor = session.successor if session.outcome == "failed" else None
+        if session.outcome == "failed" and session.is_retargetable and successor is None:
+            if session.held_until is None:
+                session.held_until = now + self._retarget_wait_s
+            if now < session.held_until:
+                return []
         del self._sessions[key]
         del self._by_request[session.request_id]
         effects: list[ReceiveEffect] = []
@@ -374,6 +445,8 @@ class ReceiveBook:
             ):
                 landed = Landed(transfer_id=session.transfer_id, attempt=session.attempt)
                 effects.append(Tell(address, landed))
+        if successor is not None:
+            return [*effects, *self._succeed(session, successor, now)]
         return [*effects, *self._finish(session)]
 
     def _finish(self, session: ReceiveSession) -> list[ReceiveEffect]:

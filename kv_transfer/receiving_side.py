@@ -70,6 +70,7 @@ class ReceivingSide:
             heads=self._layout.head_numbers,
             layers=self._layout.layers,
             deadline_s=settings.deadline_s,
+            retarget_wait_s=settings.retarget_wait_s,
             first_tag=(secrets.randbits(31) << 32) + 1,
         )
         self.finished: list[tuple[str, bool]] = []
@@ -97,6 +98,10 @@ class ReceivingSide:
         for order in orders.receives:
             called = [self._upstream(address, now) for address in order.peer_addresses]
             self._apply(self.book.begin(order, now, is_callable=None not in called))
+        for retarget in orders.retargets:
+            for address in retarget.peer_addresses:
+                self._upstream(address, now)
+            self._apply(self.book.retarget(retarget, now))
         for request_id, reason in orders.cancels:
             self._apply(self.book.cancel(request_id, reason, now))
         for transfer_id, reason in orders.given_up:
@@ -119,7 +124,7 @@ class ReceivingSide:
                     self._transport.expect(tag, pages)
                 case Revoke(session, address, tag):
                     if self._transport.revoke(tag):
-                        self._apply(self.book.revoked(session, address))
+                        self._apply(self.book.revoked(session, address, monotonic()))
                 case Finish(session, landed):
                     self._report(session, landed=landed)
 

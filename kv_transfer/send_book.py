@@ -340,8 +340,10 @@ class SendBook:
         refusal = session.refusal(grant)
         if refusal is not None:
             self.counters["refused_grants"] += 1
+            is_misfit = not session.abandoned and session.closed != "aborted"
             session.abandoned = session.abandoned or not session.sinks
-            return [*effects, _fenced(peer, grant, refusal), *self._settle(session)]
+            fenced = _fenced(peer, grant, refusal, refused=is_misfit)
+            return [*effects, fenced, *self._settle(session)]
         session.sinks_expected = grant.grants_expected
         session.sinks[peer] = Sink(
             peer=peer,
@@ -438,5 +440,8 @@ class SendBook:
             self._ended.popitem(last=False)
 
 
-def _fenced(peer: str, grant: Grant, reason: str) -> Say:
-    return Say(peer, Fenced(transfer_id=grant.transfer_id, attempt=grant.attempt, reason=reason))
+def _fenced(peer: str, grant: Grant, reason: str, *, refused: bool = False) -> Say:
+    fenced = Fenced(
+        transfer_id=grant.transfer_id, attempt=grant.attempt, reason=reason, refused=refused
+    )
+    return Say(peer, fenced)

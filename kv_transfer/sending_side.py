@@ -213,6 +213,7 @@ class SendingSide:
                         transfer_id=message.transfer_id,
                         attempt=message.attempt,
                         reason="the grant names pages that this peer has not got",
+                        refused=True,
                     )
                     self._say(peer, refusal)
                     return

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.orders import Retarget
 
 
 class SourceState(Enum):
@@ -60,6 +64,12 @@ class ReceiveSession:
     sources: dict[str, Source]
     """By control address."""
     cancel_reason: str | None = None
+    is_retargetable: bool = False
+    """Another prefill node may be given the pages if this one fails."""
+    held_until: float | None = None
+    """The writer is gone and another one may be named until then."""
+    successor: Retarget | None = None
+    """Who gets the pages next, once nobody may write to them."""
     is_last_posted: bool = False
     """A source has posted its last write."""
     fence_asked_at: float = 0.0

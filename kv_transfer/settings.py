@@ -39,6 +39,10 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a decode node waits for its pages before it takes them back and computes the prompt
     itself.
     """
+    retarget_wait_s: float = 0.0
+    """How long a decode node whose prefill node has failed waits to be told of another one, before
+    it computes the prompt itself; 0 where nobody would tell.
+    """
     peer_silence_s: float = 30.0
     """A decode rank that says nothing for this long is given up; it says something every two
     seconds.

@@ -21,6 +21,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from splitserve.kv_transfer.orders import Retarget
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
 from splitserve.orchestrator.agent.link import RouterLink
@@ -34,6 +37,7 @@ from splitserve.orchestrator.agent.messages import (
     NodeState,
     PeerDied,
     RefuseNode,
+    RetargetTransfer,
     SetRole,
     ToAgent,
     Welcome,
@@ -324,6 +328,9 @@ class Agent:
                 self._set_phase("draining")
             case FailTransfer(transfer_id=transfer_id, reason=reason) if endpoint is not None:
                 await self._relay(endpoint.fail_transfer(transfer_id, reason), message)
+            case RetargetTransfer() if endpoint is not None:
+                order = Retarget(**structs.asdict(message))
+                await self._relay(endpoint.retarget(order), message)
             case PeerDied(incarnation=incarnation) if endpoint is not None:
                 await self._relay(endpoint.peer_died(incarnation), message)
             case _:

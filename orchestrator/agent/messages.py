@@ -118,10 +118,22 @@ class FailTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="fail_transfer
     reason: str
 
 
+class RetargetTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="retarget_transfer"):
+    """Another prefill node computes the prompt of this transfer: what was reserved for it is
+    granted to that one, as a new attempt.
+    """
+
+    transfer_id: str
+    attempt: int
+    peer_incarnation: str
+    peer_addresses: tuple[str, ...]
+    reason: str
+
+
 class PeerDied(msgspec.Struct, frozen=True, kw_only=True, tag="peer_died"):
     """An engine's processes are proven gone: what it could still have written is over."""
 
     incarnation: str
 
 
-ToAgent = Welcome | RefuseNode | SetRole | Drain | FailTransfer | PeerDied
+ToAgent = Welcome | RefuseNode | SetRole | Drain | FailTransfer | RetargetTransfer | PeerDied

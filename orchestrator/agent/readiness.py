@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
+    from splitserve.kv_transfer.orders import Retarget
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Endpoint(Protocol):
     async def status(self) -> EngineStatus: ...
 
     async def fail_transfer(self, transfer_id: str, reason: str) -> None: ...
+
+    async def retarget(self, order: Retarget) -> None: ...
 
     async def peer_died(self, incarnation: str) -> None: ...
 

@@ -46,6 +46,7 @@ def parse_bytes(value: object) -> object:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Host = Annotated[str, Field(min_length=1)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
@@ -149,6 +150,11 @@ class TransferConfig(Section):
     deadline_s: Seconds = 120.0
     """Seconds a decode node waits for a transfer to complete; after that it computes the prompt
     itself. Longer than the longest prefill.
+    """
+
+    retarget_wait_s: NonNegativeSeconds = 2.0
+    """Seconds a decode node whose prefill node has failed waits for the router to name another one,
+    before it computes the prompt itself.
     """
 
     host: Host = "127.0.0.1"
@@ -262,8 +268,9 @@ class PolicyConfig(Section):
     """When a request is not split."""
 
     max_attempts: int = Field(default=2, ge=1)
-    """Decode nodes that one request is tried on before its first data; then the client gets an
-    error. A failed prefill is not tried again: the decode node computes the prompt itself.
+    """Nodes of each pool that one request is tried on before its first data. After the last prefill
+    node the decode node computes the prompt itself; after the last decode node the client gets an
+    error.
     """
 
 

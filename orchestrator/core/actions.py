@@ -21,8 +21,10 @@ from splitserve.orchestrator.core.effects import (
     EndRequest,
     FailTransfer,
     PassRefusal,
+    RetargetTransfer,
     StartAlone,
     StartPair,
+    StartPrefill,
 )
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
@@ -36,6 +38,7 @@ from splitserve.orchestrator.core.placement import (
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.limits import CoreLimits
+    from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
 
 QUEUE_SCAN_LIMIT_REQUESTS = 32
@@ -142,6 +145,8 @@ class Actions(ABC):
         self._leave_queue(request)
         self._choices += 1
         request.attempt += 1
+        request.decode_attempt = request.attempt
+        request.tried_prefill.clear()
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
         timeline.decode_node, timeline.prefill_node = choice.decode.name, ""
@@ -150,15 +155,19 @@ class Actions(ABC):
         choice.decode.chosen_at = self._choices
         request.has_decode_leg = True
         if choice.prefill is not None:
-            timeline.prefill_node = choice.prefill.name
-            choice.prefill.prefill_legs += 1
-            choice.prefill.prefill_tokens += request.arrived.prompt_tokens
-            choice.prefill.committed_blocks += choice.prefill_blocks
-            choice.prefill.chosen_at = self._choices
-            request.has_prefill_leg = True
+            self._commit_prefill(request, choice.prefill, choice.prefill_blocks)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
+
+    def _commit_prefill(self, request: Request, node: Node, blocks: int) -> None:
+        request.prefill_attempt = request.attempt
+        request.timeline.prefill_node = node.name
+        node.prefill_legs += 1
+        node.prefill_tokens += request.arrived.prompt_tokens
+        node.committed_blocks += blocks
+        node.chosen_at = self._choices
+        request.has_prefill_leg = True
 
     def start_pair(self, request: Request, now: float, reason: str) -> list[Effect]:
         choice = self._commit(request, now)
@@ -177,7 +186,7 @@ class Actions(ABC):
     def start_alone(self, request: Request, now: float, reason: str) -> list[Effect]:
         choice = self._commit(request, now)
         request.phase = Phase.ALONE
-        return [StartAlone(request.id, request.attempt, choice.decode.description)]
+        return [StartAlone(request.id, request.decode_attempt, choice.decode.description)]
 
     # While legs are out
 
@@ -190,6 +199,40 @@ class Actions(ABC):
         if request.phase is Phase.PREFILLING:
             request.phase = Phase.LANDING
         return []
+
+    def retry_prefill(self, request: Request, now: float, reason: str) -> list[Effect]:
+        """The prefill leg will not deliver: another prefill node gets the prompt, and the pages
+        that the decode node has reserved; without another one the decode node computes itself.
+        """
+        choice = request.choice
+        assert choice is not None
+        assert choice.prefill is not None
+        request.tried_prefill.add(choice.prefill.description.incarnation)
+        others = [
+            node
+            for node in self.membership.usable(PREFILL)
+            if node.description.incarnation not in request.tried_prefill
+        ]
+        place = choose_prefill(
+            others, request.arrived.prompt_tokens, self.limits.placement, now, ignores_slots=True
+        )
+        if isinstance(place, str) or len(request.tried_prefill) >= self.limits.max_attempts:
+            return self.compute_on_decode(request, now, reason)
+        effects = self._cancel_prefill(request)
+        node, blocks = place
+        self._choices += 1
+        request.attempt += 1
+        request.timeline.attempts = request.attempt
+        request.choice = choice._replace(prefill=node, prefill_blocks=blocks)
+        self._commit_prefill(request, node, blocks)
+        request.phase = Phase.PREFILLING
+        transfer_id, attempt = request.transfer_id, request.attempt
+        decode = choice.decode.description
+        return [
+            *effects,
+            RetargetTransfer(decode.node, transfer_id, attempt, node.description, reason),
+            StartPrefill(request.id, attempt, transfer_id, node.description, decode),
+        ]
 
     def compute_on_decode(self, request: Request, now: float, reason: str) -> list[Effect]:
         """The prefill leg will not deliver: the decode node is told to stop waiting."""
@@ -215,7 +258,7 @@ class Actions(ABC):
                 return effects
         effects = self._cancel_prefill(request)
         effects += self._abandon_transfer(request, "the decode node refused the request")
-        effects.append(PassRefusal(request.id, request.attempt))
+        effects.append(PassRefusal(request.id, request.decode_attempt))
         self._give_back_decode(request)
         return effects + self._end(request, "refused", reason, now)
 
@@ -230,7 +273,7 @@ class Actions(ABC):
         """Cancel both legs and go to a decode node that was not tried; None when there is none."""
         assert request.choice is not None
         request.tried.add(request.choice.decode.description.incarnation)
-        if request.attempt >= self.limits.max_attempts:
+        if len(request.tried) >= self.limits.max_attempts:
             return None
         if not self.has_untried_node(request):
             return None
@@ -320,7 +363,7 @@ class Actions(ABC):
         effects += self._abandon_transfer(request, "the decode leg was cancelled")
         if request.has_decode_leg:
             self._give_back_decode(request)
-            effects.append(CancelLeg(request.id, request.attempt, "decode"))
+            effects.append(CancelLeg(request.id, request.decode_attempt, "decode"))
         return effects
 
     def _abandon_transfer(self, request: Request, reason: str) -> list[Effect]:
@@ -341,7 +384,7 @@ class Actions(ABC):
         if not request.has_prefill_leg:
             return []
         self._give_back_prefill(request)
-        return [CancelLeg(request.id, request.attempt, "prefill")]
+        return [CancelLeg(request.id, request.prefill_attempt, "prefill")]
 
     def _give_back_prefill(self, request: Request) -> None:
         choice = request.choice

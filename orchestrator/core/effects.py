@@ -50,6 +50,26 @@ class CancelLeg(msgspec.Struct, frozen=True):
     leg: Leg
 
 
+class StartPrefill(msgspec.Struct, frozen=True):
+    """Send the prefill leg again, to another node; the decode leg stays where it is."""
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    prefill: NodeDescription
+    decode: NodeDescription
+
+
+class RetargetTransfer(msgspec.Struct, frozen=True):
+    """Tell the decode node's connector that another prefill node will deliver this transfer."""
+
+    node: str
+    transfer_id: str
+    attempt: int
+    prefill: NodeDescription
+    reason: str
+
+
 class FailTransfer(msgspec.Struct, frozen=True):
     """Tell the decode node's connector to stop waiting for this transfer and to compute the prompt
     itself.
@@ -125,7 +145,9 @@ Effect = (
     | RefuseNode
     | StartPair
     | StartAlone
+    | StartPrefill
     | CancelLeg
+    | RetargetTransfer
     | FailTransfer
     | AnnounceDeath
     | AnswerError

@@ -80,16 +80,23 @@ def choose_decode(
 
 
 def choose_prefill(
-    nodes: Iterable[Node], tokens: int, limits: PlacementLimits, now: float
+    nodes: Iterable[Node],
+    tokens: int,
+    limits: PlacementLimits,
+    now: float,
+    *,
+    ignores_slots: bool = False,
 ) -> tuple[Node, int] | Missing:
     """The prefill node with the fewest legs among those with a free slot and room for ``tokens``,
-    and the blocks.
+    and the blocks. ``ignores_slots``: a decode node has reserved pages already, so the prompt need
+    not wait for its turn.
     """
     best: Node | None = None
     best_key: tuple[bool, int, int] | None = None
     for node in nodes:
         fits_in_a_step = node.prefill_tokens + tokens <= limits.prefill_batch_tokens
-        if node.prefill_legs > limits.prefill_ahead_requests and not fits_in_a_step:
+        has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
+        if not (has_slot or fits_in_a_step):
             continue
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue

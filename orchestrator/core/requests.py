@@ -22,11 +22,16 @@ class Request:
     timeline: Timeline
     phase: Phase = Phase.QUEUED
     attempt: int = 0
+    """Legs are numbered over both kinds; a pair's two share a number."""
+    prefill_attempt: int = 0
+    decode_attempt: int = 0
     choice: Choice | None = None
     has_prefill_leg: bool = False
     has_decode_leg: bool = False
     tried: set[str] = field(default_factory=set)
     """Incarnations of the decode nodes on which an attempt has failed."""
+    tried_prefill: set[str] = field(default_factory=set)
+    """Incarnations of the prefill nodes that have failed the present decode leg."""
     story: list[tuple[float, Trigger, str]] = field(default_factory=list)
     """What happened after its arrival: when, what, and why."""
 
@@ -42,5 +47,5 @@ class Request:
 
     @property
     def transfer_id(self) -> str:
-        """Names the transfer of the current attempt."""
-        return f"{self.arrived.request_id}.{self.attempt}"
+        """Names the transfer into the present decode leg's pages."""
+        return f"{self.arrived.request_id}.{self.decode_attempt}"

@@ -296,13 +296,13 @@ class RouterCore(Actions):
     def _with_decode_leg(self, request_id: str, attempt: int) -> Request | None:
         """The request, unless it is over or this attempt's decode leg was given up."""
         request = self.requests.get(request_id)
-        is_current = request and request.attempt == attempt and request.has_decode_leg
+        is_current = request and request.decode_attempt == attempt and request.has_decode_leg
         return request if is_current else None
 
     def _with_prefill_leg(self, request_id: str, attempt: int) -> Request | None:
         """The request, unless it is over or this attempt's prefill leg was given up."""
         request = self.requests.get(request_id)
-        is_current = request and request.attempt == attempt and request.has_prefill_leg
+        is_current = request and request.prefill_attempt == attempt and request.has_prefill_leg
         return request if is_current else None
 
     def _apply(

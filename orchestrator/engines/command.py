@@ -76,6 +76,7 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         "incarnation": incarnation,
         "lease_s": transfer.lease_s,
         "transfer_deadline_s": transfer.deadline_s,
+        "retarget_wait_s": transfer.retarget_wait_s,
         "stream_min_bytes": transfer.stream_min_bytes,
         "node": node.name,
         "role": node.pool,

@@ -26,6 +26,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_min_bytes: int = MIB
     lease_s: float = 30.0
     transfer_deadline_s: float = 120.0
+    retarget_wait_s: float = 0.0
     experimental_cuda: bool = False
     node: str = ""
     role: str = ""
@@ -53,6 +54,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             stream_min_bytes=self.stream_min_bytes,
             lease_s=self.lease_s,
             deadline_s=self.transfer_deadline_s,
+            retarget_wait_s=self.retarget_wait_s,
         )
 
 

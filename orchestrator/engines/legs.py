@@ -114,14 +114,17 @@ class Legs:
     def take_orders(self) -> StepOrders:
         """Everything the workers must know before the coming step."""
         preempted, opens, progress, closes = self._prefills.take_orders()
-        receives, cancels, declines = self._reservations.take_orders()
-        given_up, dead_peers = self.endpoint.take_orders()
+        given_up, dead_peers, retargets = self.endpoint.take_orders()
+        for retarget in retargets:
+            self._reservations.retarget(retarget)
+        receives, retargeted, cancels, declines = self._reservations.take_orders()
         return StepOrders(
             preempted=preempted,
             opens=opens,
             progress=progress,
             closes=closes,
             receives=receives,
+            retargets=retargeted,
             cancels=cancels,
             declines=declines,
             given_up=given_up,

@@ -131,6 +131,18 @@ class AgentHub:
     def fail_transfer(self, order: ef.FailTransfer) -> None:
         self._send(order.node, msg.FailTransfer(transfer_id=order.transfer_id, reason=order.reason))
 
+    def retarget_transfer(self, order: ef.RetargetTransfer) -> None:
+        self._send(
+            order.node,
+            msg.RetargetTransfer(
+                transfer_id=order.transfer_id,
+                attempt=order.attempt,
+                peer_incarnation=order.prefill.incarnation,
+                peer_addresses=order.prefill.control_addresses,
+                reason=order.reason,
+            ),
+        )
+
     def announce_death(self, order: ef.AnnounceDeath) -> None:
         for name, connection in self._connections.items():
             if order.node in ("", name):

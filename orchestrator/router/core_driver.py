@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import effects as ef
-from splitserve.orchestrator.core.events import DecodeFailed, Event, TimePassed
+from splitserve.orchestrator.core.events import DecodeFailed, Event, PrefillFailed, TimePassed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,7 @@ class CoreDriver:
         self._idle: asyncio.Event | None = None
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
+            ef.StartPrefill: lambda order: self.exchanges[order.request_id].start_prefill(order),
             ef.StartAlone: lambda order: self.exchanges[order.request_id].start_alone(order),
             ef.CancelLeg: lambda order: self.exchanges[order.request_id].cancel_leg(order.leg),
             ef.AnswerError: lambda order: self.exchanges[order.request_id].answer_error(order),
@@ -66,6 +67,7 @@ class CoreDriver:
             ef.AcceptNode: agents.accept,
             ef.RefuseNode: agents.refuse,
             ef.FailTransfer: agents.fail_transfer,
+            ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
         }
 
@@ -102,6 +104,9 @@ class CoreDriver:
             if isinstance(effect, ef.StartPair | ef.StartAlone):
                 reason = f"the router could not send the request: {error}"
                 self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
+            elif isinstance(effect, ef.StartPrefill):
+                reason = f"the router could not send the request: {error}"
+                self._facts.append(PrefillFailed(effect.request_id, effect.attempt, reason))
             elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
                 self.exchanges[effect.request_id].give_up()
 

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
-    from splitserve.orchestrator.core.effects import AnswerError, StartAlone, StartPair
+    from splitserve.orchestrator.core.effects import (
+        AnswerError,
+        StartAlone,
+        StartPair,
+        StartPrefill,
+    )
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
 
@@ -82,25 +87,28 @@ class Exchange:
 
     def start_pair(self, order: StartPair) -> None:
         """Send both legs."""
-        secret = self._driver.secret
-        prefill, decode = order.prefill, order.decode
         for_decode = TransferParams(
             transfer_id=order.transfer_id,
             role="decode",
             attempt=order.attempt,
-            peer_incarnation=prefill.incarnation,
-            peer_addresses=prefill.control_addresses,
+            peer_incarnation=order.prefill.incarnation,
+            peer_addresses=order.prefill.control_addresses,
         )
+        self.start_prefill(order)
+        self._send_decode(order, orjson.dumps(seal(for_decode, self._driver.secret)))
+
+    def start_prefill(self, order: StartPair | StartPrefill) -> None:
+        """Send the prefill leg."""
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
             attempt=order.attempt,
-            peer_incarnation=decode.incarnation,
+            peer_incarnation=order.decode.incarnation,
         )
-        body = self._request.prefill_body(orjson.dumps(seal(for_prefill, secret)), self._salt)
+        sealed = orjson.dumps(seal(for_prefill, self._driver.secret))
+        body = self._request.prefill_body(sealed, self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt)
-        self._prefill = self._send(prefill, [body], listener)
-        self._send_decode(order, orjson.dumps(seal(for_decode, secret)))
+        self._prefill = self._send(order.prefill, [body], listener)
 
     def start_alone(self, order: StartAlone) -> None:
         """Send the whole request to the decode node."""

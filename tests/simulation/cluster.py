@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.engine import WRONG, Engine, EngineRequest, token
 from simulation.memory import BLOCK_TOKENS, blocks_for
 from simulation.network import Network
-from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, PeerIsDead
+from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, Order, PeerIsDead
+from splitserve.kv_transfer.orders import Retarget
 from splitserve.kv_transfer.transfer_params import TransferParams
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import effects as ef
@@ -160,6 +161,19 @@ class Cluster:
                 )
                 self._send_leg(request_id, attempt, "prefill", prefill.node, for_prefill)
                 self._send_leg(request_id, attempt, "decode", decode.node, for_decode)
+            case ef.StartPrefill(request_id, attempt, transfer_id, prefill, decode):
+                params = TransferParams(
+                    transfer_id=transfer_id,
+                    role="prefill",
+                    attempt=attempt,
+                    peer_incarnation=decode.incarnation,
+                )
+                self._send_leg(request_id, attempt, "prefill", prefill.node, params)
+            case ef.RetargetTransfer(node, transfer_id, attempt, prefill, reason):
+                order = Retarget(
+                    transfer_id, attempt, prefill.incarnation, prefill.control_addresses, reason
+                )
+                self._order(self.nodes[node], order)
             case ef.StartAlone(request_id, attempt, decode):
                 self._send_leg(request_id, attempt, "decode", decode.node, None)
             case ef.CancelLeg(request_id, attempt, kind):
@@ -177,11 +191,11 @@ class Cluster:
             case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
                 pass
 
-    def _order(self, node: Node, order: GiveUpTransfer | PeerIsDead) -> None:
+    def _order(self, node: Node, order: Order) -> None:
         """To the node's agent, and through it to its engine."""
         self.network.send(ROUTER, node.name, self._relay, node, order)
 
-    def _relay(self, node: Node, order: GiveUpTransfer | PeerIsDead) -> None:
+    def _relay(self, node: Node, order: Order) -> None:
         if node.engine is not None:
             node.engine.process.at(0.0, node.engine.order, order)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from simulation.memory import BLOCK_TOKENS, LAYERS, Memory, blocks_for, page_of
 from simulation.transfers import Transfers
 from simulation.world import Process
-from splitserve.kv_transfer.engine_endpoint import EngineDescription, GiveUpTransfer, PeerIsDead
+from splitserve.kv_transfer.engine_endpoint import EngineDescription, Order, PeerIsDead
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.legs import EngineLoad, Legs
 
@@ -126,7 +126,7 @@ class Engine:
             self._forget(request)
         self.wake()
 
-    def order(self, order: GiveUpTransfer | PeerIsDead) -> None:
+    def order(self, order: Order) -> None:
         """The agent relays something."""
         if isinstance(order, PeerIsDead):
             self.known_dead.add(order.incarnation)

@@ -47,6 +47,7 @@ TICK_S = 0.5
 SILENCE_S = 5.0
 LEASE_S = 10.0
 DEADLINE_S = 20.0
+RETARGET_WAIT_S = 1.0
 PAGE_BYTES = 100
 BROKEN_WRITE_S = 1.0
 """After this long a write to a host that is cut off fails."""
@@ -109,7 +110,11 @@ class Transfers:
             lease_s=LEASE_S,
         )
         self.receiving = ReceiveBook(
-            heads=frozenset({0}), layers=LAYERS, deadline_s=DEADLINE_S, first_tag=number << 32
+            heads=frozenset({0}),
+            layers=LAYERS,
+            deadline_s=DEADLINE_S,
+            retarget_wait_s=RETARGET_WAIT_S,
+            first_tag=number << 32,
         )
         self.copies: dict[int, Copy] = {}
         self._upstreams: dict[str, Upstream] = {}
@@ -157,6 +162,10 @@ class Transfers:
             for address in order.peer_addresses:
                 self._dial(address)
             self._receive(self.receiving.begin(order, now, is_callable=True))
+        for retarget in orders.retargets:
+            for address in retarget.peer_addresses:
+                self._dial(address)
+            self._receive(self.receiving.retarget(retarget, now))
         for request_id, reason in orders.cancels:
             self._receive(self.receiving.cancel(request_id, reason, now))
         for transfer_id, reason in orders.given_up:
@@ -350,7 +359,7 @@ class Transfers:
                 case Revoke(session, address, tag):
                     self._expected.discard(tag)
                     if self.engine.can_revoke:
-                        self._receive(self.receiving.revoked(session, address))
+                        self._receive(self.receiving.revoked(session, address, self.world.now))
                 case Finish(session, landed):
                     self._finish(session, landed=landed)
 

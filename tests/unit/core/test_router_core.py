@@ -14,8 +14,10 @@ from splitserve.orchestrator.core.effects import (
     EndRequest,
     FailTransfer,
     PassRefusal,
+    RetargetTransfer,
     StartAlone,
     StartPair,
+    StartPrefill,
 )
 
 
@@ -73,6 +75,53 @@ def test_a_failed_prefill_leg_does_not_fail_the_request(event: ev.Event) -> None
     driver.do(ev.FirstDataArrived("r1", 1))
     assert ended(driver.do(ev.DecodeEnded("r1", 1))).outcome == "ok"
     assert driver.is_idle()
+
+
+def test_a_failed_prefill_goes_to_another_prefill_node() -> None:
+    """The decode leg and its pages stay; the decode node is told who delivers now; old news are
+    ignored; after ``max_attempts`` nodes the decode node computes itself.
+    """
+    driver = Driver("p0", "p1", "p2", "d0", max_attempts=2)
+    assert driver.request("r1") == [pair("r1", "p0", "d0")]
+    effects = driver.do(ev.PrefillFailed("r1", 1, "reset"))
+    p1, d0 = description("p1"), description("d0")
+    assert effects == [
+        CancelLeg("r1", 1, "prefill"),
+        RetargetTransfer("d0", "r1.1", 2, p1, "reset"),
+        StartPrefill("r1", 2, "r1.1", p1, d0),
+    ]
+    assert driver.node("p0").prefill_legs == 0
+    assert driver.node("p1").prefill_legs == 1
+    assert driver.do(ev.PrefillAnswered("r1", 1, 200)) == []
+    assert driver.do(ev.PrefillFailed("r1", 1, "again")) == []
+    effects = driver.do(ev.NodeDied("p1", "p1-1", "killed"))
+    assert names(effects) == ["AnnounceDeath", "CancelLeg", "FailTransfer"]
+    driver.do(ev.FirstDataArrived("r1", 1))
+    assert ended(driver.do(ev.DecodeEnded("r1", 1))).prefill_node == "p1"
+    assert driver.is_idle()
+
+
+def test_a_prefill_node_that_dies_before_its_pages_landed_is_replaced() -> None:
+    """Its leg was answered, but the decode node is still silent: what it held may be lost."""
+    driver = Driver("p0", "p1", "d0")
+    driver.request("r1")
+    driver.do(ev.PrefillAnswered("r1", 1, 200))
+    effects = driver.do(ev.NodeDied("p0", "p0-1", "killed"))
+    assert names(effects) == ["AnnounceDeath", "RetargetTransfer", "StartPrefill"]
+    driver.do(ev.PrefillAnswered("r1", 2, 200))
+    driver.do(ev.FirstDataArrived("r1", 1))
+    driver.do(ev.DecodeEnded("r1", 1))
+    assert driver.is_idle()
+
+
+def test_a_retried_prefill_does_not_wait_for_a_slot() -> None:
+    """Its pages are reserved already."""
+    driver = Driver("p0", "p1", "d0", "d1", placement={"prefill_ahead_requests": 0})
+    driver.request("r1")
+    driver.request("r2")
+    effects = driver.do(ev.PrefillFailed("r1", 1, "reset"))
+    assert names(effects)[-1] == "StartPrefill"
+    assert driver.node("p1").prefill_legs == 2
 
 
 def test_a_prefill_leg_that_fails_after_the_first_token_is_nobodys_business() -> None:

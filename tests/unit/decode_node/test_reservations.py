@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitserve.decode_node.reservations import Reservations
-from splitserve.kv_transfer.orders import BeginReceive, Decline
+from splitserve.kv_transfer.orders import BeginReceive, Decline, Retarget
 from splitserve.kv_transfer.transfer_params import TransferParams
 
 BLOCK_TOKENS = 4
@@ -48,7 +48,7 @@ def test_reserved_blocks_are_asked_for_once() -> None:
     assert reservations.wanted_tokens("r", 0) == 0
     reservations.reserved("r", [3, 5, 7, 9], 0)
     reservations.declined("r", "late")
-    assert reservations.take_orders() == ((receive(1, (5, 7)),), (), ())
+    assert reservations.take_orders() == ((receive(1, (5, 7)),), (), (), ())
     assert not reservations.has_orders
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_there_already_is_declined() -> None:
     reservations = make_reservations()
     reservations.reserved("r", [3, 5, 7], 0)
     reason = "the decode node has this prompt already"
-    assert reservations.take_orders() == ((), (), (Decline("t", 2, ADDRESSES, reason),))
+    assert reservations.take_orders() == ((), (), (), (Decline("t", 2, ADDRESSES, reason),))
     assert reservations.wanted_tokens("r", 0) == 0
 
 
@@ -80,7 +80,7 @@ def test_an_abort_while_waiting_is_a_cancel() -> None:
     reservations.take_orders()
     reservations.finished("r")
     reason = "the request was aborted on the decode node"
-    assert reservations.take_orders() == ((), (("r", reason),), ())
+    assert reservations.take_orders() == ((), (), (("r", reason),), ())
     reservations.settled(["r"])
     reservations.finished("r")
     assert not reservations.has_orders
@@ -90,7 +90,7 @@ def test_an_abort_before_any_blocks_is_a_decline() -> None:
     """The prefill node need not wait for a grant."""
     reservations = make_reservations()
     reservations.finished("r")
-    assert [d.transfer_id for d in reservations.take_orders()[2]] == ["t"]
+    assert [d.transfer_id for d in reservations.take_orders()[3]] == ["t"]
 
 
 def test_a_transfer_is_waited_for_once_at_a_time() -> None:
@@ -109,3 +109,48 @@ def test_the_engines_promises_are_checked() -> None:
         make_reservations().reserved("r", [3, 5, 7], 9)
     with pytest.raises(AssertionError, match="2 blocks for 3"):
         make_reservations().reserved("r", [3, 5], 10)
+
+
+RETARGET = Retarget("t", 3, "Q", ("tcp://127.0.0.1:9",), "P is gone")
+
+
+def test_a_waiting_request_is_given_another_prefill_node() -> None:
+    """The workers are told once; an older order changes nothing."""
+    reservations = make_reservations()
+    reservations.reserved("r", [3, 5, 7], 10)
+    reservations.take_orders()
+    for _ in range(2):
+        reservations.retarget(RETARGET)
+    assert reservations.has_orders
+    assert reservations.take_orders() == ((), (RETARGET,), (), ())
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_request_without_pages_asks_the_other_prefill_node(is_here: bool) -> None:
+    """Also when the news is here before the leg is."""
+    reservations = Reservations(BLOCK_TOKENS)
+    if is_here:
+        assert reservations.arrived("r", PARAMS, 10, b"h")
+    reservations.retarget(RETARGET)
+    if not is_here:
+        assert reservations.arrived("r", PARAMS, 10, b"h")
+    reservations.reserved("r", [3, 5, 7], 10)
+    (order,), *others = reservations.take_orders()
+    assert (order.attempt, order.peer_incarnation, order.peer_addresses) == (
+        RETARGET.attempt,
+        RETARGET.peer_incarnation,
+        RETARGET.peer_addresses,
+    )
+    assert others == [(), (), ()]
+
+
+def test_a_prefill_node_that_comes_too_late_is_declined() -> None:
+    """It need not keep what nobody fetches."""
+    reservations = make_reservations()
+    reservations.reserved("r", [3, 5, 7], 10)
+    reservations.take_orders()
+    reservations.settled(["r"])
+    reservations.retarget(RETARGET)
+    *nothing, (decline,) = reservations.take_orders()
+    assert nothing == [(), (), ()]
+    assert (decline.attempt, decline.peer_addresses) == (3, RETARGET.peer_addresses)

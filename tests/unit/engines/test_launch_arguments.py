@@ -60,6 +60,7 @@ def test_flags_that_every_engine_gets(engine: str) -> None:
         "incarnation": "prefill-1-abc",
         "lease_s": 7,
         "transfer_deadline_s": 60,
+        "retarget_wait_s": 2.0,
         "stream_min_bytes": 2**20,
         "node": "prefill-1",
         "role": "prefill",

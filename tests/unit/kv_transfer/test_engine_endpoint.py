@@ -15,6 +15,7 @@ from splitserve.kv_transfer.engine_endpoint import (
     EngineEndpointClient,
     EngineStatus,
 )
+from splitserve.kv_transfer.orders import Retarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,9 +63,11 @@ async def test_orders_are_queued_for_the_next_step(endpoint: EngineEndpoint, add
     await client.fail_transfer("t", "refused")
     await client.peer_died("Q")
     await client.fail_transfer("u", "gone")
+    order = Retarget("v", 2, "R", ("tcp://r",), "P is gone")
+    await client.retarget(order)
     assert endpoint.has_orders
-    assert endpoint.take_orders() == ((("t", "refused"), ("u", "gone")), ("Q",))
-    assert endpoint.take_orders() == ((), ())
+    assert endpoint.take_orders() == ((("t", "refused"), ("u", "gone")), ("Q",), (order,))
+    assert endpoint.take_orders() == ((), (), ())
     client.close()
 
 
@@ -77,9 +80,9 @@ async def test_an_engine_that_takes_no_steps_refuses_orders(
     await client.peer_died("Q")
     with pytest.raises(OSError, match="1 orders wait"):
         await client.peer_died("R")
-    assert endpoint.take_orders() == ((), ("Q",))
+    assert endpoint.take_orders() == ((), ("Q",), ())
     await client.peer_died("R")
-    assert endpoint.take_orders() == ((), ("R",))
+    assert endpoint.take_orders() == ((), ("R",), ())
     client.close()
 
 

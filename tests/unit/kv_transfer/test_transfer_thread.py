@@ -9,7 +9,7 @@ import pytest
 from support.kv_rank import PROMPT, SOURCE, TARGET, KvRank, finish, opened, until
 
 from splitserve.kv_transfer import messages
-from splitserve.kv_transfer.orders import CloseSend, Decline, SendProgress, StepOrders
+from splitserve.kv_transfer.orders import CloseSend, Decline, Retarget, SendProgress, StepOrders
 from splitserve.kv_transfer.sending_side import SendingSide
 
 if TYPE_CHECKING:
@@ -301,6 +301,28 @@ def test_a_restarted_prefill_rank_is_a_new_peer(
     until(lambda: d.has_received(outdated), "the old engine's transfer fails")
     assert_landed(new, d)
     assert d.failed == {lost, outdated}
+
+
+def test_another_prefill_rank_fills_the_same_pages(
+    make_rank: Callable[..., KvRank],
+) -> None:
+    """The first one ends in the middle of its writes; the second writes everything again."""
+    first = make_rank("P1", seed=1, stream_min_bytes=1)
+    second = make_rank("P2", seed=1)
+    d = make_rank("D", seed=2, retarget_wait_s=60.0)
+    first.open("t", PROMPT)
+    request = d.receive("t", PROMPT, TARGET, first)
+    first.step("t", SOURCE, 0, 6, layers=2)
+    until(lambda: np.array_equal(first.pages[0, SOURCE], d.pages[0, TARGET]), "a layer has arrived")
+    first.thread.stop()
+    d.pages[:, TARGET] = 0
+    order = Retarget("t", 2, "P2", (second.address,), "P1 is gone")
+    d.thread.begin_step(StepOrders(retargets=(order,)))
+    second.step("t", SOURCE, 0, 6, opens=(opened("t", PROMPT),))
+    finish(second, d, "t", request)
+    assert_landed(second, d)
+    assert not d.failed
+    assert d.thread.counters()["retargeted_receives"] == 1
 
 
 def test_a_new_attempt_on_the_same_node(pair: tuple[KvRank, KvRank]) -> None:
