@@ -26,10 +26,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.messages import Cancel, Delivered, Fenced, Grant, Landed, Writing
-from splitserve.kv_transfer.session_receive import ReceiveSession, Source, SourceState
+from splitserve.kv_transfer.session_receive import (
+    Expect,
+    Finish,
+    Greet,
+    ReceiveEffect,
+    ReceiveSession,
+    Revoke,
+    Source,
+    SourceState,
+    Tell,
+    TellOnce,
+)
 
 if TYPE_CHECKING:
-    from splitserve.kv_transfer.messages import FromDecode
     from splitserve.kv_transfer.orders import BeginReceive, Decline, Retarget
 
 FENCE_INTERVAL_S = 2.0
@@ -47,60 +57,6 @@ class Introduced:
     """Global numbers of its KV heads that are ours too."""
     grants_expected: int
     """How many decode ranks grant pages for one transfer to it."""
-
-
-@dataclass(frozen=True)
-class Tell:
-    """An order: send this to the prefill rank at that address."""
-
-    address: str
-    message: FromDecode
-
-
-@dataclass(frozen=True)
-class TellOnce:
-    """An order: send this now, or once the rank is introduced; nobody waits for an answer."""
-
-    address: str
-    message: Cancel
-
-
-@dataclass(frozen=True)
-class Greet:
-    """An order: say hello (again) to the rank at that address."""
-
-    address: str
-
-
-@dataclass(frozen=True)
-class Expect:
-    """An order: these blocks of every layer may be written under the tag from now on."""
-
-    tag: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Revoke:
-    """An order: nothing is expected under the tag any more.
-
-    When the transport can promise that no byte lands from now on, ``revoked`` has to be told.
-    """
-
-    session: ReceiveSession
-    address: str
-    tag: int
-
-
-@dataclass(frozen=True)
-class Finish:
-    """A fact for the engine: the session is over, nobody may write to its pages."""
-
-    session: ReceiveSession
-    landed: bool
-
-
-ReceiveEffect = Tell | TellOnce | Greet | Expect | Revoke | Finish
 
 
 class ReceiveBook:

@@ -17,18 +17,17 @@ from splitserve.kv_transfer import messages
 from splitserve.kv_transfer.channel import mac
 from splitserve.kv_transfer.layout import ranks_sharing_heads
 from splitserve.kv_transfer.process_identity import DeathWatch
-from splitserve.kv_transfer.receive_book import (
+from splitserve.kv_transfer.receive_book import Introduced, ReceiveBook
+from splitserve.kv_transfer.sending_side import HELLO_PURPOSE
+from splitserve.kv_transfer.session_receive import (
     Expect,
     Finish,
     Greet,
-    Introduced,
-    ReceiveBook,
     ReceiveEffect,
     Revoke,
     Tell,
     TellOnce,
 )
-from splitserve.kv_transfer.sending_side import HELLO_PURPOSE
 from splitserve.kv_transfer.upstream import ConnectionLost, Upstream, UpstreamEvent
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ pages are ours again.
 A *source* is one prefill rank that holds KV heads of ours. A session ends only when every source
 has settled: it delivered, it fenced, it is proven dead, the transport ended it, or it never got a
 grant. Until then the pages may still be written, and the engine must not get them back: a session
-that was cancelled stays open for exactly that reason.
+that was cancelled stays open for exactly that reason. The orders that follow from a change are
+here too; the ``ReceiveBook`` that owns the sessions gives them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from splitserve.kv_transfer.messages import Cancel, FromDecode
     from splitserve.kv_transfer.orders import Retarget
 
 
@@ -150,3 +152,57 @@ class ReceiveSession:
             covered |= source.heads or self.heads
         missing = sorted(self.heads - covered)
         return f"no prefill rank was named that holds KV heads {missing}" if missing else ""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An order: send this to the prefill rank at that address."""
+
+    address: str
+    message: FromDecode
+
+
+@dataclass(frozen=True)
+class TellOnce:
+    """An order: send this now, or once the rank is introduced; nobody waits for an answer."""
+
+    address: str
+    message: Cancel
+
+
+@dataclass(frozen=True)
+class Greet:
+    """An order: say hello (again) to the rank at that address."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Expect:
+    """An order: these blocks of every layer may be written under the tag from now on."""
+
+    tag: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """An order: nothing is expected under the tag any more.
+
+    When the transport can promise that no byte lands from now on, ``revoked`` has to be told.
+    """
+
+    session: ReceiveSession
+    address: str
+    tag: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A fact for the engine: the session is over, nobody may write to its pages."""
+
+    session: ReceiveSession
+    landed: bool
+
+
+ReceiveEffect = Tell | TellOnce | Greet | Expect | Revoke | Finish

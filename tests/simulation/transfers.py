@@ -24,18 +24,17 @@ from splitserve.kv_transfer.messages import (
     Writing,
 )
 from splitserve.kv_transfer.orders import TransferResults
-from splitserve.kv_transfer.receive_book import (
+from splitserve.kv_transfer.receive_book import Introduced, ReceiveBook
+from splitserve.kv_transfer.send_book import SendBook
+from splitserve.kv_transfer.session_receive import (
     Expect,
     Finish,
     Greet,
-    Introduced,
-    ReceiveBook,
     ReceiveEffect,
     Revoke,
     Tell,
     TellOnce,
 )
-from splitserve.kv_transfer.send_book import SendBook
 from splitserve.kv_transfer.session_send import Release, Say, SendEffect, Write
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ import pytest
 
 from splitserve.kv_transfer.messages import Cancel, Delivered, Fenced, Grant, Landed
 from splitserve.kv_transfer.orders import BeginReceive, Retarget
-from splitserve.kv_transfer.receive_book import (
+from splitserve.kv_transfer.receive_book import Introduced, ReceiveBook
+from splitserve.kv_transfer.session_receive import (
     Expect,
     Finish,
     Greet,
-    Introduced,
-    ReceiveBook,
     ReceiveEffect,
     Revoke,
     Tell,
