@@ -33,6 +33,8 @@ class ReservationState(Enum):
     RESERVED = "reserved"
     SETTLED = "settled"
     """Landed, failed or declined: it never asks again."""
+    STARTED = "started"
+    """Settled, and in a step of the engine."""
 
 
 @dataclass
@@ -55,6 +57,10 @@ class Reservations:
         """Request ids by transfer id."""
         self._receives: list[BeginReceive] = []
         self._cancels: list[tuple[str, str]] = []
+        self._starting: list[str] = []
+        """In the coming step."""
+        self._started: list[str] = []
+        """In a step that was told of: over when the next one begins."""
         self._retargets: list[Retarget] = []
         self._early_retargets: OrderedDict[str, Retarget] = OrderedDict()
         """By transfer id: news of transfers whose decode leg is not here yet."""
@@ -87,7 +93,7 @@ class Reservations:
         reservation.params = _retargeted(reservation.params, order)
         if reservation.state is ReservationState.RESERVED:
             self._retargets.append(order)
-        elif reservation.state is ReservationState.SETTLED:
+        elif reservation.state in (ReservationState.SETTLED, ReservationState.STARTED):
             reason = "the decode node computes the prompt itself"
             self._declines.append(
                 Decline(order.transfer_id, order.attempt, order.peer_addresses, reason)
@@ -110,9 +116,13 @@ class Reservations:
         """The engine has blocks for the request; the last ``tokens`` prompt tokens come from
         outside.
 
-        With ``tokens`` 0 the engine computes the prompt itself and the prefill node is told so.
+        With ``tokens`` 0 the engine computes the prompt itself and the prefill node is told so, or
+        it goes on with a request whose pages have landed.
         """
         reservation = self._reservations.get(request_id)
+        if reservation is not None and reservation.state is ReservationState.SETTLED:
+            self._starting.append(request_id)
+            reservation.state = ReservationState.STARTED
         if reservation is None or reservation.state is not ReservationState.ARRIVED:
             return
         params = reservation.params
@@ -136,15 +146,17 @@ class Reservations:
             prompt_hash=reservation.prompt_hash,
         ))  # fmt: skip
 
-    def declined(self, request_id: str, reason: str) -> None:
-        """The engine computes this prompt itself: the prefill node need not keep it."""
+    def declined(self, request_id: str, reason: str, *, keeps: bool = False) -> None:
+        """The engine will not fetch this prompt: the prefill node need not keep it, unless
+        (``keeps``) another decode node may come for it.
+        """
         reservation = self._reservations.get(request_id)
         if reservation is None or reservation.state is not ReservationState.ARRIVED:
             return
         reservation.state = ReservationState.SETTLED
         params = reservation.params
         self._declines.append(
-            Decline(params.transfer_id, params.attempt, params.peer_addresses, reason)
+            Decline(params.transfer_id, params.attempt, params.peer_addresses, reason, keeps)
         )
 
     def settled(self, request_ids: Iterable[str]) -> None:
@@ -159,10 +171,10 @@ class Reservations:
         reservation = self._reservations.get(request_id)
         if reservation is None:
             return
-        if reservation.state is ReservationState.RESERVED:
+        if reservation.state in (ReservationState.RESERVED, ReservationState.SETTLED):
             self._cancels.append((request_id, "the request was aborted on the decode node"))
         elif reservation.state is ReservationState.ARRIVED:
-            self.declined(request_id, "the request was aborted on the decode node")
+            self.declined(request_id, "the request was aborted on the decode node", keeps=True)
         del self._reservations[request_id]
         self._transfers.pop(reservation.params.transfer_id, None)
 
@@ -174,25 +186,31 @@ class Reservations:
     @property
     def has_orders(self) -> bool:
         """Whether the workers must be told something before anything else happens."""
-        return bool(self._receives or self._retargets or self._cancels or self._declines)
+        news = (self._receives, self._retargets, self._cancels, self._declines)
+        return any(news) or bool(self._starting or self._started)
 
     def take_orders(
         self,
     ) -> tuple[
         tuple[BeginReceive, ...],
         tuple[Retarget, ...],
+        tuple[str, ...],
         tuple[tuple[str, str], ...],
         tuple[Decline, ...],
     ]:
-        """(receives, retargets, cancels, declines) since the last call."""
+        """(receives, retargets, acknowledged, cancels, declines) since the last call. Acknowledged
+        are requests of the step before: it is over when these orders are carried out.
+        """
         taken = (
             tuple(self._receives),
             tuple(self._retargets),
+            tuple(self._started),
             tuple(self._cancels),
             tuple(self._declines),
         )
         self._receives.clear()
         self._retargets.clear()
+        self._started, self._starting = self._starting, []
         self._cancels.clear()
         self._declines.clear()
         return taken

@@ -95,10 +95,16 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     transfer_id: str
     attempt: int
     reason: str
+    keeps: bool = False
+    """Hold what was computed until the lease ends: another decode rank may ask for it. Only this
+    one's request is over.
+    """
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True, tag="landed"):
-    """Every page of the attempt was counted; the writer may release its blocks."""
+    """Every page of the attempt was counted and a token was computed from them; the writer may
+    release its blocks.
+    """
 
     transfer_id: str
     attempt: int

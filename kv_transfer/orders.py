@@ -71,6 +71,8 @@ class Decline(msgspec.Struct, frozen=True):
     attempt: int
     peer_addresses: tuple[str, ...]
     reason: str
+    keeps: bool = False
+    """Another decode node may still want it."""
 
 
 class StepOrders(msgspec.Struct, frozen=True):
@@ -82,6 +84,8 @@ class StepOrders(msgspec.Struct, frozen=True):
     progress: tuple[SendProgress, ...] = ()
     closes: tuple[CloseSend, ...] = ()
     receives: tuple[BeginReceive, ...] = ()
+    acknowledged: tuple[str, ...] = ()
+    """Request ids whose pages have been computed with: whoever wrote them may let go of theirs."""
     cancels: tuple[tuple[str, str], ...] = ()
     """(request id, reason): a waiting request was aborted."""
     retargets: tuple[Retarget, ...] = ()

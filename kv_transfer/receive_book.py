@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 FENCE_INTERVAL_S = 2.0
 """Between repeated requests for a fence."""
 GIVEN_UP_LIMIT_TRANSFERS = 10_000
+UNACKNOWLEDGED_LIMIT_REQUESTS = 10_000
+"""Landed requests whose writers have not been told; those of older ones wait for their lease."""
 DEAD_LIMIT_INCARNATIONS = 1_000
 
 
@@ -82,6 +84,8 @@ class ReceiveBook:
         self._introduced: dict[str, Introduced] = {}
         self._refused: set[str] = set()
         """Addresses that have turned us away since the last hello."""
+        self._unacknowledged: OrderedDict[str, ReceiveSession] = OrderedDict()
+        """By request: it has landed, but nothing was computed with its pages yet."""
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._given_up: OrderedDict[str, str] = OrderedDict()
         self.counters: dict[str, float] = {
@@ -182,9 +186,26 @@ class ReceiveBook:
         return self._start(following, now)
 
     def cancel(self, request_id: str, reason: str, now: float) -> list[ReceiveEffect]:
-        """The engine does not want the request's pages any more."""
+        """The engine has aborted the request."""
         key = self._by_request.get(request_id)
-        return [] if key is None else self._abandon(self._sessions[key], reason, now)
+        if key is not None:
+            self._sessions[key].keeps = True
+            return self._abandon(self._sessions[key], reason, now)
+        landed = self._unacknowledged.pop(request_id, None)
+        if landed is None:
+            return []
+        cancel = Cancel(
+            transfer_id=landed.transfer_id, attempt=landed.attempt, reason=reason, keeps=True
+        )
+        return [Tell(address, cancel) for address in self._reachable(landed)]
+
+    def acknowledge(self, request_id: str) -> list[ReceiveEffect]:
+        """The engine has computed with the request's pages: its writers may let go of theirs."""
+        landed = self._unacknowledged.pop(request_id, None)
+        if landed is None:
+            return []
+        message = Landed(transfer_id=landed.transfer_id, attempt=landed.attempt)
+        return [Tell(address, message) for address in self._reachable(landed)]
 
     def give_up(self, transfer_id: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The prefill leg will not come; also when that is known before the decode leg is here."""
@@ -197,7 +218,10 @@ class ReceiveBook:
         """This engine computes a prompt itself: whoever prefills it need not keep it."""
         self.counters["declined_transfers"] += 1
         cancel = Cancel(
-            transfer_id=decline.transfer_id, attempt=decline.attempt, reason=decline.reason
+            transfer_id=decline.transfer_id,
+            attempt=decline.attempt,
+            reason=decline.reason,
+            keeps=decline.keeps,
         )
         return [TellOnce(address, cancel) for address in decline.peer_addresses]
 
@@ -363,7 +387,12 @@ class ReceiveBook:
 
     def _cancel(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
         """Take the pages back: at once where the transport can, else when the writer has fenced."""
-        cancel = Cancel(transfer_id=session.transfer_id, attempt=session.attempt, reason=reason)
+        cancel = Cancel(
+            transfer_id=session.transfer_id,
+            attempt=session.attempt,
+            reason=reason,
+            keeps=session.keeps,
+        )
         effects: list[ReceiveEffect] = [TellOnce(address, cancel) for address in session.unasked]
         session.cancel(reason)
         session.fence_asked_at = now
@@ -389,21 +418,31 @@ class ReceiveBook:
                 return []
         del self._sessions[key]
         del self._by_request[session.request_id]
-        effects: list[ReceiveEffect] = []
-        for address, source in session.sources.items():
-            if source.tag:
-                effects.append(Revoke(session, address, source.tag))
-            introduced = self._introduced.get(address)
-            if (
-                source.state is SourceState.DELIVERED
-                and introduced is not None
-                and introduced.incarnation == session.peer_incarnation
-            ):
-                landed = Landed(transfer_id=session.transfer_id, attempt=session.attempt)
-                effects.append(Tell(address, landed))
+        effects: list[ReceiveEffect] = [
+            Revoke(session, address, source.tag)
+            for address, source in session.sources.items()
+            if source.tag
+        ]
+        if session.outcome == "landed":
+            _remember(
+                self._unacknowledged, session.request_id, session, UNACKNOWLEDGED_LIMIT_REQUESTS
+            )
+        else:
+            over = Landed(transfer_id=session.transfer_id, attempt=session.attempt)
+            effects += [Tell(address, over) for address in self._reachable(session)]
         if successor is not None:
             return [*effects, *self._succeed(session, successor, now)]
         return [*effects, *self._finish(session)]
+
+    def _reachable(self, session: ReceiveSession) -> list[str]:
+        """Addresses of the session's writers that have delivered and are still introduced."""
+        found = []
+        for address, source in session.sources.items():
+            introduced = self._introduced.get(address)
+            is_same = introduced and introduced.incarnation == session.peer_incarnation
+            if source.state is SourceState.DELIVERED and is_same:
+                found.append(address)
+        return found
 
     def _finish(self, session: ReceiveSession) -> list[ReceiveEffect]:
         landed = session.outcome == "landed"

@@ -101,6 +101,8 @@ class ReceivingSide:
             for address in retarget.peer_addresses:
                 self._upstream(address, now)
             self._apply(self.book.retarget(retarget, now))
+        for request_id in orders.acknowledged:
+            self._apply(self.book.acknowledge(request_id))
         for request_id, reason in orders.cancels:
             self._apply(self.book.cancel(request_id, reason, now))
         for transfer_id, reason in orders.given_up:

@@ -165,8 +165,12 @@ class SendBook:
             return [_fenced(peer, grant, ended)]
         return self._keep(peer, offer)
 
-    def cancelled(self, peer: str, transfer_id: str, attempt: int, reason: str) -> list[SendEffect]:
-        """A decode rank wants its pages back: it gets a fence in any case."""
+    def cancelled(
+        self, peer: str, transfer_id: str, attempt: int, reason: str, *, keeps: bool = False
+    ) -> list[SendEffect]:
+        """A decode rank wants its pages back: it gets a fence in any case. With ``keeps`` another
+        rank may still ask for what was computed.
+        """
         fence = Say(peer, Fenced(transfer_id=transfer_id, attempt=attempt, reason=reason))
         offer = self._early.get((transfer_id, peer))
         if offer is not None and offer.grant.attempt <= attempt:
@@ -174,21 +178,22 @@ class SendBook:
             offer = None
         session = self._sessions.get(transfer_id)
         if session is None:
-            if offer is None:
+            if offer is None and not keeps:
                 self._remember_end(transfer_id, reason)
             return [fence]
         session.cancelled[peer] = max(attempt, session.cancelled.get(peer, attempt))
         sink = session.sinks.get(peer)
         if sink is None or sink.grant.attempt != attempt:
-            session.abandoned = session.abandoned or sink is None
+            session.abandoned = session.abandoned or (sink is None and not keeps)
             return [fence, *self._settle(session)]
+        sink.is_dropped = keeps
         if sink.state in (SinkState.DELIVERED, SinkState.ENDED):
             sink.state = SinkState.ENDED
             return [fence, *self._settle(session)]
         return [*self._fence(session, sink, reason), *self._settle(session)]
 
     def landed(self, peer: str, transfer_id: str, attempt: int) -> list[SendEffect]:
-        """The decode rank has counted its pages."""
+        """The decode rank has counted its pages and computed with them."""
         session = self._sessions.get(transfer_id)
         sink = session.sinks.get(peer) if session else None
         if session is None or sink is None or sink.grant.attempt != attempt:
@@ -198,13 +203,16 @@ class SendBook:
         return self._settle(session)
 
     def peer_lost(self, peer: str, reason: str) -> list[SendEffect]:
-        """The peer is gone: stop writing to it and owe it nothing."""
+        """The peer is gone: stop writing to it and owe it nothing. What it was sent is held until
+        the lease ends, since its place may be taken.
+        """
         effects: list[SendEffect] = []
         for key in [key for key in self._early if key[1] == peer]:
-            effects += self._refuse_offer(key, reason)
+            effects.append(_fenced(peer, self._early.pop(key).grant, reason))
         for session in list(self._sessions.values()):
             sink = session.sinks.get(peer)
             if sink is not None and sink.state is not SinkState.ENDED:
+                sink.is_dropped = True
                 effects += self._fence(session, sink, reason)
                 if sink.state is SinkState.DELIVERED:
                     sink.state = SinkState.ENDED
@@ -418,6 +426,9 @@ class SendBook:
 
     def _settle(self, session: SendSession) -> list[SendEffect]:
         """Release the request when it is closed and nobody is owed anything."""
+        for peer, sink in list(session.sinks.items()):
+            if sink.is_dropped and sink.state is SinkState.ENDED:
+                del session.sinks[peer]
         if session.closed is None or session.transfer_id not in self._sessions:
             return []
         if any(sink.state is not SinkState.ENDED for sink in session.sinks.values()):

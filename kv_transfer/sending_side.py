@@ -222,7 +222,13 @@ class SendingSide:
                     self._times[message.transfer_id].setdefault("granted", now)
             case messages.Cancel():
                 self._apply(
-                    self.book.cancelled(peer, message.transfer_id, message.attempt, message.reason)
+                    self.book.cancelled(
+                        peer,
+                        message.transfer_id,
+                        message.attempt,
+                        message.reason,
+                        keeps=message.keeps,
+                    )
                 )
             case messages.Landed():
                 self._apply(self.book.landed(peer, message.transfer_id, message.attempt))

@@ -66,6 +66,8 @@ class ReceiveSession:
     sources: dict[str, Source]
     """By control address."""
     cancel_reason: str | None = None
+    keeps: bool = False
+    """The engine has aborted the request; what the writers computed may be of use elsewhere."""
     is_retargetable: bool = False
     """Another prefill node may be given the pages if this one fails."""
     held_until: float | None = None

@@ -71,6 +71,8 @@ class Sink:
     open_writes: set[int] = field(default_factory=set)
     pages: int = 0
     fence_reason: str = ""
+    is_dropped: bool = False
+    """Its decode rank is gone or has no request for it any more; another one may take its place."""
     announced: bool = False
     announced_last: bool = False
 

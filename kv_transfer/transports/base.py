@@ -63,6 +63,8 @@ class Region:
 
     address: int
     length: int
+    device: int | None = None
+    """Number of the CUDA device that it lies on, None for host memory."""
 
 
 @dataclass(frozen=True)

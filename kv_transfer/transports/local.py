@@ -40,6 +40,7 @@ from splitserve.kv_transfer.transports.pages import (
     ByteRanges,
     check_pairing,
     merge_pages,
+    refuse_device_memory,
     wrong_indices,
 )
 
@@ -113,6 +114,7 @@ class LocalTransport:
         )
 
     def register(self, regions: Sequence[Region]) -> None:
+        refuse_device_memory("local", regions)
         self._regions = tuple(regions)
 
     def describe(self) -> bytes:

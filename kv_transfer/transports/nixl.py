@@ -58,6 +58,8 @@ class _Description(msgspec.Struct, frozen=True, array_like=True):
     agent: str
     metadata: bytes
     regions: tuple[tuple[int, int], ...]
+    device: int = -1
+    """Number of the CUDA device that the memory lies on, -1 for host memory."""
 
 
 @dataclass
@@ -99,6 +101,7 @@ class NixlTransport:
         self._agent: Any = None
         self._registration: Any = None
         self._regions: tuple[Region, ...] = ()
+        self._device = -1
         self._tables: dict[bytes, _Table] = {}
         self._peers: dict[str, _Peer] = {}
         self._retired: list[_Retired] = []
@@ -117,11 +120,17 @@ class NixlTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """As in the interface; makes the agent, in the thread that owns it from now on."""
         self._regions = tuple(regions)
+        devices = {region.device for region in regions}
+        if len(devices) > 1:
+            raise TransportError(f"the KV lies on several devices: {devices}")
+        (device,) = devices
+        self._device = -1 if device is None else device
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self._agent = self._api.nixl_agent(self._settings.incarnation, config)
-            ranges = [(region.address, region.length, 0, "") for region in regions]
-            self._registration = self._agent.register_memory(ranges, "DRAM")
+            number = max(0, self._device)
+            ranges = [(region.address, region.length, number, "") for region in regions]
+            self._registration = self._agent.register_memory(ranges, _kind(self._device))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register this memory: {_said(error)}") from error
         if "UCX" not in self._agent.backends:
@@ -134,6 +143,7 @@ class NixlTransport:
                 agent=self._settings.incarnation,
                 metadata=self._agent.get_agent_metadata(),
                 regions=envelope.regions_to_wire(self._regions),
+                device=self._device,
             ),
         )
 
@@ -149,7 +159,9 @@ class NixlTransport:
             if agent != told.agent:
                 raise TransportError(f"peer {peer}: its metadata is of agent {agent!r}")
             self._agent.make_connection(agent)
-            remote = self._describe_pages(agent, pairing.remote_addresses, pairing.page_bytes)
+            remote = self._describe_pages(
+                agent, pairing.remote_addresses, pairing.page_bytes, told.device
+            )
         except self._errors as error:
             self._drop_table(local_key)
             raise TransportError(f"NIXL cannot reach peer {peer}: {_said(error)}") from error
@@ -296,7 +308,9 @@ class NixlTransport:
         key = hashlib.blake2b(content, digest_size=16).digest()
         if key not in self._tables:
             try:
-                handle = self._describe_pages("", pairing.local_addresses, pairing.page_bytes)
+                handle = self._describe_pages(
+                    "", pairing.local_addresses, pairing.page_bytes, self._device
+                )
             except self._errors as error:
                 raise TransportError(
                     f"NIXL cannot describe this process's pages: {_said(error)}"
@@ -312,11 +326,14 @@ class NixlTransport:
             del self._tables[key]
             self._quietly(self._agent.release_dlist_handle, table.handle)
 
-    def _describe_pages(self, agent: str, addresses: Int64Array, page_bytes: int) -> Any:
+    def _describe_pages(
+        self, agent: str, addresses: Int64Array, page_bytes: int, device: int
+    ) -> Any:
         rows = np.zeros((addresses.size, 3), dtype=np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = page_bytes
-        return self._agent.prep_xfer_dlist(agent, rows, "DRAM")
+        rows[:, 2] = max(0, device)
+        return self._agent.prep_xfer_dlist(agent, rows, _kind(device))
 
     def _note_lane(self, peer: str, link: _Peer, state: str) -> None:
         """Log once per peer how its bytes travel; a slow lane on one host is a missing right."""
@@ -329,6 +346,11 @@ class NixlTransport:
             else "carried by the network; on one host that means the right to trace is missing"
         )
         logger.info("nixl: pages for %s are %s", peer, how)
+
+
+def _kind(device: int) -> str:
+    """NIXL's name of the memory on a device; -1 is the host."""
+    return "DRAM" if device < 0 else "VRAM"
 
 
 def _error_types(api: Any) -> tuple[type[Exception], ...]:

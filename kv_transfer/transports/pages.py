@@ -30,6 +30,16 @@ IOVECS_PER_CALL = 1024
 IOVEC_BYTES = 16
 
 
+def refuse_device_memory(transport: str, regions: Sequence[Region]) -> None:
+    """Raise ``TransportError`` unless all of it is host memory."""
+    devices = sorted({region.device for region in regions if region.device is not None})
+    if devices:
+        raise TransportError(
+            f"the KV lies on CUDA device {devices[0]}, and the transport {transport!r} copies host "
+            "memory only; use the transport 'nixl'"
+        )
+
+
 def check_pairing(
     pairing: PagePairing, own: Sequence[Region], peer: Sequence[Region]
 ) -> PagePairing:

@@ -40,7 +40,11 @@ from splitserve.kv_transfer.transports.base import (
     WriteFailed,
 )
 from splitserve.kv_transfer.transports.events import EventQueue
-from splitserve.kv_transfer.transports.pages import check_pairing, wrong_indices
+from splitserve.kv_transfer.transports.pages import (
+    check_pairing,
+    refuse_device_memory,
+    wrong_indices,
+)
 from splitserve.kv_transfer.transports.tcp_protocol import TOKEN_BYTES
 from splitserve.kv_transfer.transports.tcp_receiver import Grants, Receiver
 from splitserve.kv_transfer.transports.tcp_stream import Stream, StreamEndedError
@@ -97,6 +101,7 @@ class TcpTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         """As in the interface, and listening. Raises ``TransportError`` when it cannot listen."""
+        refuse_device_memory(self.capabilities.name, regions)
         self._regions = tuple(regions)
         self._listener = _listen(self._settings.host)
         _check_reachable(self._settings.advertised_host or self._listener.getsockname()[0])

@@ -23,6 +23,7 @@ from splitserve.orchestrator.core.effects import (
     PassRefusal,
     RetargetTransfer,
     StartAlone,
+    StartDecode,
     StartPair,
     StartPrefill,
 )
@@ -111,15 +112,7 @@ class Actions(ABC):
 
     def _choose(self, request: Request, now: float) -> Choice | Missing:
         arrived, limits = request.arrived, self.limits.placement
-        output = arrived.output_tokens
-        if output is None:
-            output = limits.default_output_tokens
-        found = choose_decode(
-            self.membership.usable(DECODE),
-            arrived.prompt_tokens + max(0, output),
-            request.tried,
-            now,
-        )
+        found = self._choose_decode(request, now)
         if isinstance(found, str):
             return found
         decode, blocks = found
@@ -136,6 +129,13 @@ class Actions(ABC):
         request.timeline.decision = decided
         return Choice(decode, blocks, *place)
 
+    def _choose_decode(self, request: Request, now: float) -> tuple[Node, int] | Missing:
+        output = request.arrived.output_tokens
+        if output is None:
+            output = self.limits.placement.default_output_tokens
+        tokens = request.arrived.prompt_tokens + max(0, output)
+        return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
+
     def _commit(self, request: Request, now: float) -> Choice:
         """Count the chosen nodes' slots and blocks as taken; the request is out of the queue."""
         choice = request.choice
@@ -145,20 +145,25 @@ class Actions(ABC):
         self._leave_queue(request)
         self._choices += 1
         request.attempt += 1
-        request.decode_attempt = request.attempt
+        request.transfer_attempt = request.attempt
         request.tried_prefill.clear()
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
-        timeline.decode_node, timeline.prefill_node = choice.decode.name, ""
-        choice.decode.decode_legs += 1
-        choice.decode.committed_blocks += choice.decode_blocks
-        choice.decode.chosen_at = self._choices
-        request.has_decode_leg = True
+        timeline.prefill_node = ""
+        self._commit_decode(request, choice.decode, choice.decode_blocks)
         if choice.prefill is not None:
             self._commit_prefill(request, choice.prefill, choice.prefill_blocks)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
+
+    def _commit_decode(self, request: Request, node: Node, blocks: int) -> None:
+        request.decode_attempt = request.attempt
+        request.timeline.decode_node = node.name
+        node.decode_legs += 1
+        node.committed_blocks += blocks
+        node.chosen_at = self._choices
+        request.has_decode_leg = True
 
     def _commit_prefill(self, request: Request, node: Node, blocks: int) -> None:
         request.prefill_attempt = request.attempt
@@ -277,12 +282,48 @@ class Actions(ABC):
             return None
         if not self.has_untried_node(request):
             return None
+        moved = self._move_decode(request, now)
+        if moved is not None:
+            return moved
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.QUEUED
         self._enter_queue(request, now)
         self.queue.move_to_end(request.id, last=False)
         return effects + self._try_place(request, now)
+
+    def _move_decode(self, request: Request, now: float) -> list[Effect] | None:
+        """Another decode node gets the request, and what the prefill node computes or still holds;
+        None when there is no such node, or nothing to be had from a prefill node.
+        """
+        choice = request.choice
+        assert choice is not None
+        if request.phase not in (Phase.PREFILLING, Phase.LANDING) or choice.prefill is None:
+            return None
+        prefill = choice.prefill
+        if self.membership.find(prefill.name, prefill.description.incarnation) is not prefill:
+            return None
+        found = self._choose_decode(request, now)
+        if isinstance(found, str):
+            return None
+        self._give_back_decode(request)
+        effects: list[Effect] = [CancelLeg(request.id, request.decode_attempt, "decode")]
+        node, blocks = found
+        self._choices += 1
+        request.attempt += 1
+        request.timeline.attempts = request.attempt
+        request.choice = choice._replace(decode=node, decode_blocks=blocks)
+        self._commit_decode(request, node, blocks)
+        if request.arrived.streaming:
+            self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
+        start = StartDecode(
+            request.id,
+            request.attempt,
+            request.transfer_id,
+            prefill.description,
+            node.description,
+        )
+        return [*effects, start]
 
     # Ends
 
@@ -311,7 +352,12 @@ class Actions(ABC):
 
     def break_stream(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"the decode node failed in the middle of the answer: {reason}"
-        return self._end_with_error(request, 502, message, now)
+        choice = request.choice
+        effects: list[Effect] = []
+        if choice is not None and choice.prefill is not None:
+            # Whether the decode node had let go of the prefill node's pages is not known
+            effects.append(FailTransfer(choice.prefill.name, request.transfer_id, reason))
+        return effects + self._end_with_error(request, 502, message, now)
 
     def cancel(self, request: Request, now: float, reason: str) -> list[Effect]:
         effects = self._cancel_legs(request)

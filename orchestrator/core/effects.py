@@ -60,6 +60,16 @@ class StartPrefill(msgspec.Struct, frozen=True):
     decode: NodeDescription
 
 
+class StartDecode(msgspec.Struct, frozen=True):
+    """Send the decode leg again, to another node; the prefill leg, or what it left, stays."""
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    prefill: NodeDescription
+    decode: NodeDescription
+
+
 class RetargetTransfer(msgspec.Struct, frozen=True):
     """Tell the decode node's connector that another prefill node will deliver this transfer."""
 
@@ -146,6 +156,7 @@ Effect = (
     | StartPair
     | StartAlone
     | StartPrefill
+    | StartDecode
     | CancelLeg
     | RetargetTransfer
     | FailTransfer

@@ -70,7 +70,7 @@ class Row:
 
 
 _P, _T = Phase, Trigger
-_RETRIED = (_P.PREFILLING, _P.ALONE, _P.QUEUED, _P.ENDED)
+_RETRIED = (_P.PREFILLING, _P.LANDING, _P.ALONE, _P.QUEUED, _P.ENDED)
 
 DEADLINES: Final[dict[Phase, tuple[DeadlineKind, ...]]] = {
     _P.QUEUED: (DeadlineKind.QUEUE, DeadlineKind.REQUEST),

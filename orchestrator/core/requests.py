@@ -25,6 +25,8 @@ class Request:
     """Legs are numbered over both kinds; a pair's two share a number."""
     prefill_attempt: int = 0
     decode_attempt: int = 0
+    transfer_attempt: int = 0
+    """The pair with which the present transfer began; legs that are replaced take part in it."""
     choice: Choice | None = None
     has_prefill_leg: bool = False
     has_decode_leg: bool = False
@@ -47,5 +49,5 @@ class Request:
 
     @property
     def transfer_id(self) -> str:
-        """Names the transfer into the present decode leg's pages."""
-        return f"{self.arrived.request_id}.{self.decode_attempt}"
+        """Names the transfer between the present legs."""
+        return f"{self.arrived.request_id}.{self.transfer_attempt}"

@@ -117,7 +117,7 @@ class Legs:
         given_up, dead_peers, retargets = self.endpoint.take_orders()
         for retarget in retargets:
             self._reservations.retarget(retarget)
-        receives, retargeted, cancels, declines = self._reservations.take_orders()
+        receives, retargeted, acknowledged, cancels, declines = self._reservations.take_orders()
         return StepOrders(
             preempted=preempted,
             opens=opens,
@@ -125,6 +125,7 @@ class Legs:
             closes=closes,
             receives=receives,
             retargets=retargeted,
+            acknowledged=acknowledged,
             cancels=cancels,
             declines=declines,
             given_up=given_up,

@@ -58,6 +58,7 @@ class Api:
         self._metrics = metrics
         self._log = log
         self._served_name = served_name
+        self._generating_paths = frozenset(PATHS.values())
         self._models = frozenset({served_name})
         self._started_unix_s = int(time.time())
         self._life = secrets.token_hex(4)
@@ -90,14 +91,20 @@ class Api:
             request_id = header_policy.request_id_of(request.header(b"x-request-id"), "")
             connection.answer(error.status, error.headers(request_id), error.body())
 
-    def admit(self, method: str, path: str, headers: RawHeaders) -> None:
+    def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
-        authorization = next((value for name, value in headers if name == b"authorization"), None)
+        is_for_agents = path == AGENTS_PATH
+        if not (is_for_agents or self._tenants.are_required):
+            return
+        authorization = None
+        for name, value in headers:
+            if name == b"authorization":
+                authorization = value
         try:
-            if path in PATHS.values():
-                self._tenants.authenticate(authorization)
-            elif path == AGENTS_PATH and not self._is_operator(authorization):
+            if is_for_agents and not self._is_operator(authorization):
                 raise ApiError(401, "agents prove that they know the cluster secret")
+            if path in self._generating_paths:
+                self._tenants.authenticate(authorization)
         except ApiError as error:
             self._metrics.refused(error.status)
             raise

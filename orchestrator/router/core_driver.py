@@ -59,6 +59,7 @@ class CoreDriver:
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
             ef.StartPrefill: lambda order: self.exchanges[order.request_id].start_prefill(order),
+            ef.StartDecode: lambda order: self.exchanges[order.request_id].start_decode(order),
             ef.StartAlone: lambda order: self.exchanges[order.request_id].start_alone(order),
             ef.CancelLeg: lambda order: self.exchanges[order.request_id].cancel_leg(order.leg),
             ef.AnswerError: lambda order: self.exchanges[order.request_id].answer_error(order),
@@ -89,26 +90,25 @@ class CoreDriver:
                 fact = self._facts.popleft()
                 now = time.monotonic()
                 for effect in self.core.handle(fact, now):
-                    self._perform(effect)
+                    try:
+                        self._performers[type(effect)](effect)
+                    except Exception as error:
+                        self._order_failed(effect, error)
         finally:
             self._is_busy = False
         if self._timer is None or self._timer_at > now + self._shortest_wait_s:
             self._arm_timer()
 
-    def _perform(self, effect: ef.Effect) -> None:
-        """One order. A fault in carrying it out ends its own request and no other."""
-        try:
-            self._performers[type(effect)](effect)
-        except Exception as error:
-            _log.exception("the router could not carry out %r", effect)
-            if isinstance(effect, ef.StartPair | ef.StartAlone):
-                reason = f"the router could not send the request: {error}"
-                self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
-            elif isinstance(effect, ef.StartPrefill):
-                reason = f"the router could not send the request: {error}"
-                self._facts.append(PrefillFailed(effect.request_id, effect.attempt, reason))
-            elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
-                self.exchanges[effect.request_id].give_up()
+    def _order_failed(self, effect: ef.Effect, error: Exception) -> None:
+        """A fault in carrying out an order ends its own request and no other."""
+        _log.error("the router could not carry out %r", effect, exc_info=error)
+        reason = f"the router could not send the request: {error}"
+        if isinstance(effect, ef.StartPair | ef.StartDecode | ef.StartAlone):
+            self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
+        elif isinstance(effect, ef.StartPrefill):
+            self._facts.append(PrefillFailed(effect.request_id, effect.attempt, reason))
+        elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
+            self.exchanges[effect.request_id].give_up()
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Until no request is left, at most ``timeout_s``."""

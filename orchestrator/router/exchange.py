@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import (
         AnswerError,
         StartAlone,
+        StartDecode,
         StartPair,
         StartPrefill,
     )
@@ -87,6 +88,11 @@ class Exchange:
 
     def start_pair(self, order: StartPair) -> None:
         """Send both legs."""
+        self.start_prefill(order)
+        self.start_decode(order)
+
+    def start_decode(self, order: StartPair | StartDecode) -> None:
+        """Send the decode leg of a split request."""
         for_decode = TransferParams(
             transfer_id=order.transfer_id,
             role="decode",
@@ -94,7 +100,6 @@ class Exchange:
             peer_incarnation=order.prefill.incarnation,
             peer_addresses=order.prefill.control_addresses,
         )
-        self.start_prefill(order)
         self._send_decode(order, orjson.dumps(seal(for_decode, self._driver.secret)))
 
     def start_prefill(self, order: StartPair | StartPrefill) -> None:
@@ -183,7 +188,9 @@ class Exchange:
         self._sink.send_body(body, is_last=True)
         self._sink.finish()
 
-    def _send_decode(self, order: StartPair | StartAlone, params: bytes | None) -> None:
+    def _send_decode(
+        self, order: StartPair | StartDecode | StartAlone, params: bytes | None
+    ) -> None:
         self._answer = DecodeAnswer(self._driver, self, order.attempt)
         body = self._request.decode_body(params, self._salt)
         self._decode = self._send(order.decode, body, self._answer)

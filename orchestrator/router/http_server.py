@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import httptools
 
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.headers import request_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +99,7 @@ class HttpServer:
 
     route: Callable[[HttpRequest, HttpConnection], None]
     max_body_bytes: int
-    admit: Callable[[str, str, RawHeaders], None] | None = None
+    admit: Callable[[str, RawHeaders], None] | None = None
     websocket: Callable[[], asyncio.Protocol] | None = None
     websocket_path: str = ""
     connections: set[HttpConnection] = field(default_factory=set)
@@ -160,6 +161,33 @@ class HttpServer:
 class HttpConnection(asyncio.Protocol):
     """One client's connection: reads requests, and sends the answer to the oldest one."""
 
+    __slots__ = (
+        "_active_at",
+        "_body",
+        "_body_bytes",
+        "_current",
+        "_head",
+        "_head_bytes",
+        "_headers",
+        "_held_body_bytes",
+        "_is_chunked",
+        "_is_closing",
+        "_is_discarding",
+        "_is_head_complete",
+        "_is_unsent_high",
+        "_loop",
+        "_parser",
+        "_path",
+        "_server",
+        "_taken_at",
+        "_taken_bytes",
+        "_transport",
+        "_url",
+        "_waiting",
+        "_written_bytes",
+        "listener",
+    )
+
     def __init__(self, server: HttpServer) -> None:
         self.listener: ClientListener | None = None
         """Set by a route that answers later."""
@@ -187,6 +215,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _begin_request(self) -> None:
         self._url = b""
+        self._path = ""
         self._headers: RawHeaders = []
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -293,9 +322,9 @@ class HttpConnection(asyncio.Protocol):
         sent.
         """
         transport = self._transport
-        if transport is None or transport.is_closing() or self._is_unsent_high:
+        if self._current is not None or not self._waiting or self._is_unsent_high:
             return
-        if self._current is None and self._waiting:
+        if transport is not None and not transport.is_closing():
             request = self._current = self._waiting.popleft()
             self._hold(-len(request.body))
             self._server.route(request, self)
@@ -308,13 +337,14 @@ class HttpConnection(asyncio.Protocol):
         """Read nothing more; answer the error, or only the complete requests before it."""
         self._is_discarding = True
         self._hold(-self._body_bytes)
+        given = next((value for name, value in self._headers if name == b"x-request-id"), None)
         self._begin_request()
         last = self._waiting[-1] if self._waiting else self._current
         if last is not None:
             last.keep_alive = False
             return
         self._current = HttpRequest("", "", [], b"", keep_alive=False, allows_chunks=True)
-        self.answer(error.status, error.headers(""), error.body())
+        self.answer(error.status, error.headers(request_id_of(given, "")), error.body())
 
     # asyncio.Protocol
 
@@ -411,8 +441,9 @@ class HttpConnection(asyncio.Protocol):
             raise ApiError(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
         if len(self._waiting) >= PIPELINE_LIMIT_REQUESTS:
             raise ApiError(429, f"{PIPELINE_LIMIT_REQUESTS} requests wait in this connection")
+        self._path = self._url.partition(b"?")[0].decode("latin-1")
         if self._server.admit is not None:
-            self._server.admit(self._parser.get_method().decode(), self._path(), self._headers)
+            self._server.admit(self._path, self._headers)
         limit = self._server.max_body_bytes
         is_waiting_for_us = False
         for name, value in self._headers:
@@ -424,12 +455,14 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        self._hold(len(data))
-        if self._server.held_body_bytes > BODIES_LIMIT_BYTES:
+        server, size = self._server, len(data)
+        self._body_bytes += size
+        self._held_body_bytes += size
+        server.held_body_bytes += size
+        if server.held_body_bytes > BODIES_LIMIT_BYTES:
             raise ApiError(503, "too many requests are being received", retry_after_s=5)
-        if self._body_bytes > self._server.max_body_bytes:
-            raise self._body_too_large(self._server.max_body_bytes)
+        if self._body_bytes > server.max_body_bytes:
+            raise self._body_too_large(server.max_body_bytes)
         self._body.append(data)
 
     @staticmethod
@@ -442,16 +475,13 @@ class HttpConnection(asyncio.Protocol):
         parser, body = self._parser, self._body
         request = HttpRequest(
             parser.get_method().decode(),
-            self._path(),
+            self._path,
             self._headers,
             body[0] if len(body) == 1 else b"".join(body),
             parser.should_keep_alive(),
             parser.get_http_version() == "1.1",
         )
-        self._begin_request()
+        self._body, self._body_bytes = [], 0
         self._head_bytes = 0
         self._is_head_complete = False
         self._waiting.append(request)
-
-    def _path(self) -> str:
-        return self._url.partition(b"?")[0].decode("latin-1")

@@ -7,18 +7,20 @@ scraped, so requests do not pay for them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter as TallyCounter
+from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -40,20 +42,11 @@ class RouterMetrics:
 
     def __init__(self, core: RouterCore) -> None:
         self._registry = CollectorRegistry()
+        self._histograms: list[_Histogram] = []
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
-        self._requests = Counter(
-            "splitserve_requests",
-            "Requests that ended, by endpoint, outcome and status told to the client",
-            ("endpoint", "outcome", "status"),
-            registry=self._registry,
-        )
-        self._decisions = Counter(
-            "splitserve_disaggregation_decisions",
-            "Where requests were placed",
-            ("decision_type",),
-            registry=self._registry,
-        )
+        self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
+        self._decided: TallyCounter[str] = TallyCounter()
         self._prefill_failures = Counter(
             "splitserve_prefill_leg_failures",
             "Prefill legs of the last attempt that were answered with an error status",
@@ -83,24 +76,15 @@ class RouterMetrics:
         self._prefill_leg = self._histogram(
             "splitserve_prefill_leg_seconds", "From dispatch to the prefill engine's answer"
         )
-        self._children: dict[tuple[str, str, int], Counter] = {}
-        self._decision_children: dict[str, Counter] = {}
+        self._registry.register(_Calls(self._families))
         self._registry.register(_CoreCollector(core))
 
     def observe(self, timeline: Timeline) -> None:
         """One request ended."""
-        key = (timeline.endpoint, timeline.outcome, timeline.status)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._requests.labels(key[0], key[1], str(key[2]))
-        child.inc()
+        self._requests[timeline.endpoint, timeline.outcome, timeline.status] += 1
         received, dispatched = timeline.received, timeline.dispatched
         if dispatched is not None:
-            decided = self._decision_children.get(timeline.decision)
-            if decided is None:
-                decided = self._decisions.labels(timeline.decision)
-                self._decision_children[timeline.decision] = decided
-            decided.inc()
+            self._decided[timeline.decision] += 1
             self._queue_wait.observe(dispatched - received)
             if timeline.prefill_answered is not None:
                 self._prefill_leg.observe(timeline.prefill_answered - dispatched)
@@ -121,8 +105,64 @@ class RouterMetrics:
         """The text exposition format."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_FAST, registry=self._registry)
+    def _families(self) -> Iterable[Metric]:
+        """What is counted for every request."""
+        requests = CounterMetricFamily(
+            "splitserve_requests",
+            "Requests that ended, by endpoint, outcome and status told to the client",
+            labels=("endpoint", "outcome", "status"),
+        )
+        for (endpoint, outcome, status), count in self._requests.items():
+            requests.add_metric([endpoint, outcome, str(status)], count)
+        yield requests
+        decisions = CounterMetricFamily(
+            "splitserve_disaggregation_decisions",
+            "Where requests were placed",
+            labels=("decision_type",),
+        )
+        for decision, count in self._decided.items():
+            decisions.add_metric([decision], count)
+        yield decisions
+        for histogram in self._histograms:
+            yield histogram.family()
+
+    def _histogram(self, name: str, text: str) -> _Histogram:
+        histogram = _Histogram(name, text)
+        self._histograms.append(histogram)
+        return histogram
+
+
+class _Histogram:
+    """Counts in a list. The library's own histogram takes two locks and a linear search for each
+    sample, which for three samples per request was a twentieth of the router's CPU time.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._counts = [0] * (len(_FAST) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One sample."""
+        self._counts[bisect_left(_FAST, seconds)] += 1
+        self._sum += seconds
+
+    def family(self) -> Metric:
+        """For the exposition: buckets are cumulative."""
+        bounds = [*map(str, map(float, _FAST)), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class _Calls(Collector):
+    """A collector that asks a function."""
+
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families()
 
 
 class _CoreCollector(Collector):

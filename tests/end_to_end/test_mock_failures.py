@@ -236,6 +236,7 @@ async def test_a_stopped_writer_keeps_the_pages(
     assert (held.open_transfers, held.free_blocks) == (1, decode_engine.idle_blocks - 7)
     stopped.signal(signal.SIGCONT)
     await decode_engine.until_idle()
+    await stopped.endpoint.fail_transfer(legs.transfer_id, "the client is gone")
     await stopped.faults()
     await stopped.until_idle()
 
@@ -255,6 +256,7 @@ async def test_a_stopped_writer_over_tcp_is_shut_out(pairs: GetPair, spare: GetS
     asking = [asyncio.create_task(decode_engine.ask(body)) for body in bodies]
     await decode_engine.until(lambda s: s.running > 0, "start")
     stopped.signal(signal.SIGCONT)
+    await stopped.endpoint.fail_transfer(legs.transfer_id, "the client is gone")
     await stopped.faults()
     for prompt, (_, answer) in zip(others, await asyncio.gather(*asking), strict=True):
         assert answer["choices"][0]["text"] == alone(prompt, 40)

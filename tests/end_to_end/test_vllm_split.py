@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -68,6 +70,19 @@ async def test_every_socket_listens_on_loopback(split: Split) -> None:
                 listening.add(connection.laddr.ip.removeprefix("::ffff:"))
     assert listening
     assert all(ipaddress.ip_address(address).is_loopback for address in listening), listening
+
+
+async def test_engine_processes_wait_without_polling(split: Split) -> None:
+    """EngineCore and worker of either engine, which share one core, sleep while they wait."""
+    waiting = {
+        (path.stem, "Worker" if "Worker" in process else process)
+        for path in split.up.logs()
+        for process in re.findall(
+            r"^\((\S+) pid=.* without polling$", path.read_text(errors="replace"), re.MULTILINE
+        )
+    }
+    nodes, processes = ("prefill-0", "decode-0"), ("EngineCore", "Worker")
+    assert waiting >= set(itertools.product(nodes, processes))
 
 
 async def test_text_equals_one_engine(split: Split) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from simulation.engine import WRONG, Engine, EngineRequest, token
 from simulation.memory import BLOCK_TOKENS, blocks_for
@@ -145,30 +145,13 @@ class Cluster:
 
     def _perform(self, effect: ef.Effect) -> None:
         match effect:
-            case ef.StartPair(request_id, attempt, transfer_id, prefill, decode):
-                for_prefill = TransferParams(
-                    transfer_id=transfer_id,
-                    role="prefill",
-                    attempt=attempt,
-                    peer_incarnation=decode.incarnation,
-                )
-                for_decode = TransferParams(
-                    transfer_id=transfer_id,
-                    role="decode",
-                    attempt=attempt,
-                    peer_incarnation=prefill.incarnation,
-                    peer_addresses=prefill.control_addresses,
-                )
-                self._send_leg(request_id, attempt, "prefill", prefill.node, for_prefill)
-                self._send_leg(request_id, attempt, "decode", decode.node, for_decode)
-            case ef.StartPrefill(request_id, attempt, transfer_id, prefill, decode):
-                params = TransferParams(
-                    transfer_id=transfer_id,
-                    role="prefill",
-                    attempt=attempt,
-                    peer_incarnation=decode.incarnation,
-                )
-                self._send_leg(request_id, attempt, "prefill", prefill.node, params)
+            case ef.StartPair():
+                self._start_leg(effect, "prefill")
+                self._start_leg(effect, "decode")
+            case ef.StartPrefill():
+                self._start_leg(effect, "prefill")
+            case ef.StartDecode():
+                self._start_leg(effect, "decode")
             case ef.RetargetTransfer(node, transfer_id, attempt, prefill, reason):
                 order = Retarget(
                     transfer_id, attempt, prefill.incarnation, prefill.control_addresses, reason
@@ -213,6 +196,14 @@ class Cluster:
             self.world.fail(f"{client.request_id} was told {client.ends}")
 
     # -- legs ----------------------------------------------------------------------------------
+
+    def _start_leg(
+        self,
+        order: ef.StartPair | ef.StartPrefill | ef.StartDecode,
+        role: Literal["prefill", "decode"],
+    ) -> None:
+        node = order.prefill if role == "prefill" else order.decode
+        self._send_leg(order.request_id, order.attempt, role, node.node, _leg(order, role))
 
     def _send_leg(
         self, request_id: str, attempt: int, kind: str, node: str, params: TransferParams | None
@@ -429,6 +420,20 @@ class Cluster:
                 found.append(f"router: {known.name} has legs and blocks {promised}")
         found += [f"{c.request_id} has no end" for c in self.clients.values() if not c.outcome]
         return found
+
+
+def _leg(
+    order: ef.StartPair | ef.StartPrefill | ef.StartDecode, role: Literal["prefill", "decode"]
+) -> TransferParams:
+    """The parameters of one leg, as ``Exchange`` seals them."""
+    is_decode = role == "decode"
+    return TransferParams(
+        transfer_id=order.transfer_id,
+        role=role,
+        attempt=order.attempt,
+        peer_incarnation=(order.prefill if is_decode else order.decode).incarnation,
+        peer_addresses=order.prefill.control_addresses if is_decode else (),
+    )
 
 
 def smallest_node(cluster: Cluster) -> int:

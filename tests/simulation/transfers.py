@@ -165,6 +165,8 @@ class Transfers:
             for address in retarget.peer_addresses:
                 self._dial(address)
             self._receive(self.receiving.retarget(retarget, now))
+        for request_id in orders.acknowledged:
+            self._receive(self.receiving.acknowledge(request_id))
         for request_id, reason in orders.cancels:
             self._receive(self.receiving.cancel(request_id, reason, now))
         for transfer_id, reason in orders.given_up:
@@ -315,8 +317,8 @@ class Transfers:
         match message:
             case Grant():
                 self._send(self.sending.granted(peer, message, PAGE_BYTES, now))
-            case Cancel(transfer_id=transfer_id, attempt=attempt, reason=reason):
-                self._send(self.sending.cancelled(peer, transfer_id, attempt, reason))
+            case Cancel(transfer_id=transfer_id, attempt=attempt, reason=reason, keeps=keeps):
+                self._send(self.sending.cancelled(peer, transfer_id, attempt, reason, keeps=keeps))
             case Landed(transfer_id=transfer_id, attempt=attempt):
                 self._send(self.sending.landed(peer, transfer_id, attempt))
             case Ping():

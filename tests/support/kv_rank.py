@@ -187,6 +187,7 @@ def opened(transfer_id: str, prompt: list[int]) -> OpenSend:
 def finish(p: KvRank, d: KvRank, transfer_id: str, request: str) -> None:
     """Close the prefill leg and wait until both sides are done."""
     until(lambda: d.has_received(request), "pages landed")
+    d.thread.begin_step(StepOrders(acknowledged=(request,)))
     p.close(transfer_id)
     until(lambda: p.has_sent(f"p-{transfer_id}"), "source blocks are released")
     counters = (p.thread.counters(), d.thread.counters())

@@ -81,10 +81,13 @@ class UpProcess:
     def output(self) -> str:
         return self.output_path.read_text(errors="replace")
 
+    def logs(self) -> list[Path]:
+        """The log files of the cluster's router, agents and engines."""
+        return list((Path(self.env["XDG_STATE_HOME"]) / "splitserve").glob("*/*/*.log"))
+
     def story(self) -> str:
         """The output of `up` and the ends of all logs, for a failed test."""
-        logs = (Path(self.env["XDG_STATE_HOME"]) / "splitserve").glob("*/*/*.log")
-        ends = [f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in logs]
+        ends = [f"--- {p.name}\n{p.read_text(errors='replace')[-2000:]}" for p in self.logs()]
         return "\n".join([self.output(), *ends])
 
     def status(self) -> dict[str, Any] | None:

@@ -15,8 +15,12 @@ changes nothing unless ``SPLITSERVE_SLEEPING_WAITS`` is 1.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
+
+logger = logging.getLogger("vllm.splitserve.process_waits")
+"""Below vLLM's own logger, whose handler alone prints in its processes."""
 
 SLEEPING_WAITS_ENV = "SPLITSERVE_SLEEPING_WAITS"
 LATENESS = 0.1
@@ -49,3 +53,4 @@ def install() -> None:
 
     SpinCondition.__init__.__defaults__ = (0.0,)
     SpinCondition.wait = wait
+    logger.info("Waiting for other processes of this engine without polling")

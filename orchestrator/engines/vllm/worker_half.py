@@ -53,7 +53,12 @@ class WorkerHalf:
                 self.rank, tensor_parallel
             ),
             layout=layout,
-            regions=[Region(address, storage.nbytes()) for address, storage in storages.items()],
+            regions=[
+                Region(
+                    address, storage.nbytes(), views[0].device.index if views[0].is_cuda else None
+                )
+                for address, storage in storages.items()
+            ],
             fingerprint=engine_fingerprint(self._vllm_config, self._kv_cache_config),
         )
         self._thread.start()

@@ -16,6 +16,7 @@ from splitserve.orchestrator.core.effects import (
     PassRefusal,
     RetargetTransfer,
     StartAlone,
+    StartDecode,
     StartPair,
     StartPrefill,
 )
@@ -134,24 +135,47 @@ def test_a_prefill_leg_that_fails_after_the_first_token_is_nobodys_business() ->
 
 
 def test_a_decode_leg_that_fails_early_is_tried_on_another_node() -> None:
-    """Both legs are cancelled and the transfer is given up; the next attempt has its own transfer
-    id; old news are ignored.
+    """The prefill leg goes on, and the new decode node gets its pages from it, as a new attempt of
+    the same transfer; old news are ignored.
     """
     driver = Driver("p0", "d0", "d1")
     assert driver.request("r1") == [pair("r1", "p0", "d0")]
     effects = driver.do(ev.DecodeFailed("r1", 1, "reset"))
-    assert effects == [
-        CancelLeg("r1", 1, "prefill"),
-        FailTransfer("p0", "r1.1", "the decode leg was cancelled"),
-        CancelLeg("r1", 1, "decode"),
-        pair("r1", "p0", "d1", attempt=2),
-    ]
-    assert driver.do(ev.PrefillAnswered("r1", 1, 200)) == []
+    p0, d1 = description("p0"), description("d1")
+    assert effects == [CancelLeg("r1", 1, "decode"), StartDecode("r1", 2, "r1.1", p0, d1)]
     assert driver.do(ev.FirstDataArrived("r1", 1)) == []
     assert driver.do(ev.DecodeFailed("r1", 1, "again")) == []
-    driver.do(ev.PrefillAnswered("r1", 2, 200))
+    driver.do(ev.PrefillAnswered("r1", 1, 200))
     driver.do(ev.FirstDataArrived("r1", 2))
     assert ended(driver.do(ev.DecodeEnded("r1", 2))).attempts == 2
+    assert driver.is_idle()
+
+
+def test_a_prefill_node_that_has_answered_sends_again_what_it_holds() -> None:
+    """Nothing is computed twice for a decode node that died before its first token."""
+    driver = Driver("p0", "d0", "d1")
+    driver.request("r1")
+    driver.do(ev.PrefillAnswered("r1", 1, 200))
+    effects = driver.do(ev.NodeDied("d0", "d0-1", "killed"))
+    assert names(effects) == ["AnnounceDeath", "CancelLeg", "StartDecode"]
+    driver.do(ev.FirstDataArrived("r1", 2))
+    driver.do(ev.DecodeEnded("r1", 2))
+    assert driver.is_idle()
+
+
+def test_without_its_prefill_node_a_failed_decode_leg_begins_anew() -> None:
+    """Both nodes of the pair are gone: a new pair, a new transfer."""
+    driver = Driver("p0", "p1", "d0", "d1", max_attempts=2)
+    driver.request("r1")
+    driver.do(ev.PrefillAnswered("r1", 1, 200))
+    driver.do(ev.NodeDisconnected("p1", "p1-1"))
+    driver.do(ev.NodeDied("p0", "p0-1", "killed"))
+    driver.join("p1")
+    effects = driver.do(ev.DecodeFailed("r1", 1, "reset"))
+    assert pair("r1", "p1", "d1", attempt=2) in effects
+    driver.do(ev.PrefillAnswered("r1", 2, 200))
+    driver.do(ev.FirstDataArrived("r1", 2))
+    driver.do(ev.DecodeEnded("r1", 2))
     assert driver.is_idle()
 
 
@@ -239,7 +263,7 @@ def test_a_stream_that_breaks_is_never_retried() -> None:
     driver.do(ev.PrefillAnswered("r1", 1, 200))
     driver.do(ev.FirstDataArrived("r1", 1))
     effects = driver.do(ev.DecodeFailed("r1", 1, "reset"))
-    assert names(effects) == ["CancelLeg", "AnswerError", "EndRequest"]
+    assert names(effects) == ["FailTransfer", "CancelLeg", "AnswerError", "EndRequest"]
     assert driver.is_idle()
 
 
@@ -315,7 +339,7 @@ def test_a_dead_decode_node_moves_its_silent_requests_and_ends_its_streams() -> 
     driver.do(ev.FirstDataArrived("r1", 1))
     effects = driver.do(ev.NodeDied("d0", "d0-1", "killed"))
     assert next(e for e in effects if isinstance(e, AnswerError)).request_id == "r1"
-    assert pair("r3", "p0", "d1", attempt=2) in effects
+    assert StartDecode("r3", 2, "r3.1", description("p0"), description("d1")) in effects
 
 
 def test_a_restarted_engine_is_another_node() -> None:

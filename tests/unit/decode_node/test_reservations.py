@@ -48,7 +48,7 @@ def test_reserved_blocks_are_asked_for_once() -> None:
     assert reservations.wanted_tokens("r", 0) == 0
     reservations.reserved("r", [3, 5, 7, 9], 0)
     reservations.declined("r", "late")
-    assert reservations.take_orders() == ((receive(1, (5, 7)),), (), (), ())
+    assert reservations.take_orders() == ((receive(1, (5, 7)),), (), (), (), ())
     assert not reservations.has_orders
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_there_already_is_declined() -> None:
     reservations = make_reservations()
     reservations.reserved("r", [3, 5, 7], 0)
     reason = "the decode node has this prompt already"
-    assert reservations.take_orders() == ((), (), (), (Decline("t", 2, ADDRESSES, reason),))
+    assert reservations.take_orders() == ((), (), (), (), (Decline("t", 2, ADDRESSES, reason),))
     assert reservations.wanted_tokens("r", 0) == 0
 
 
@@ -69,8 +69,36 @@ def test_after_a_failed_load_it_is_computed_here() -> None:
     reservations.settled(["r", "unknown"])
     assert reservations.waiting == 0
     assert reservations.wanted_tokens("r", 0) == 0
+    reservations.reserved("r", [3, 5, 7], 0)
+    assert reservations.take_orders() == ((), (), (), (), ())
     reservations.finished("r")
+    assert reservations.take_orders() == ((), (), ("r",), (), ())
     assert not reservations.has_orders
+
+
+def test_landed_pages_are_acknowledged_after_the_first_step_with_them() -> None:
+    """Not when they land: until then the prefill node may have to send them again."""
+    reservations = make_reservations()
+    reservations.reserved("r", [3, 5, 7], 10)
+    reservations.take_orders()
+    reservations.settled(["r"])
+    assert not reservations.has_orders
+    reservations.reserved("r", [3, 5, 7], 0)
+    assert reservations.take_orders()[2] == ()
+    assert reservations.has_orders
+    assert reservations.take_orders()[2] == ("r",)
+    assert reservations.take_orders()[2] == ()
+
+
+def test_an_abort_between_landing_and_the_first_step_is_told() -> None:
+    """The prefill node may have to send the pages to another decode node."""
+    reservations = make_reservations()
+    reservations.reserved("r", [3, 5, 7], 10)
+    reservations.take_orders()
+    reservations.settled(["r"])
+    reservations.finished("r")
+    reason = "the request was aborted on the decode node"
+    assert reservations.take_orders() == ((), (), (), (("r", reason),), ())
 
 
 def test_an_abort_while_waiting_is_a_cancel() -> None:
@@ -80,7 +108,7 @@ def test_an_abort_while_waiting_is_a_cancel() -> None:
     reservations.take_orders()
     reservations.finished("r")
     reason = "the request was aborted on the decode node"
-    assert reservations.take_orders() == ((), (), (("r", reason),), ())
+    assert reservations.take_orders() == ((), (), (), (("r", reason),), ())
     reservations.settled(["r"])
     reservations.finished("r")
     assert not reservations.has_orders
@@ -90,7 +118,8 @@ def test_an_abort_before_any_blocks_is_a_decline() -> None:
     """The prefill node need not wait for a grant."""
     reservations = make_reservations()
     reservations.finished("r")
-    assert [d.transfer_id for d in reservations.take_orders()[3]] == ["t"]
+    (decline,) = reservations.take_orders()[4]
+    assert (decline.transfer_id, decline.keeps) == ("t", True)
 
 
 def test_a_transfer_is_waited_for_once_at_a_time() -> None:
@@ -122,7 +151,7 @@ def test_a_waiting_request_is_given_another_prefill_node() -> None:
     for _ in range(2):
         reservations.retarget(RETARGET)
     assert reservations.has_orders
-    assert reservations.take_orders() == ((), (RETARGET,), (), ())
+    assert reservations.take_orders() == ((), (RETARGET,), (), (), ())
 
 
 @pytest.mark.parametrize("is_here", [True, False])
@@ -141,7 +170,7 @@ def test_a_request_without_pages_asks_the_other_prefill_node(is_here: bool) -> N
         RETARGET.peer_incarnation,
         RETARGET.peer_addresses,
     )
-    assert others == [(), (), ()]
+    assert others == [(), (), (), ()]
 
 
 def test_a_prefill_node_that_comes_too_late_is_declined() -> None:
@@ -152,5 +181,5 @@ def test_a_prefill_node_that_comes_too_late_is_declined() -> None:
     reservations.settled(["r"])
     reservations.retarget(RETARGET)
     *nothing, (decline,) = reservations.take_orders()
-    assert nothing == [(), (), ()]
+    assert nothing == [(), (), (), ()]
     assert (decline.attempt, decline.peer_addresses) == (3, RETARGET.peer_addresses)

@@ -13,6 +13,8 @@ from support import kv_rank_program
 from support.kv_rank import DEADLINE_S, KvRank, opened, until
 from support.kv_rank_program import PROMPT, SOURCE, TARGET
 
+from splitserve.kv_transfer.orders import StepOrders
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -62,7 +64,7 @@ def test_a_killed_prefill_engine_fails_the_receive(
 def test_a_killed_decode_engine_releases_the_prefill(
     begin: Callable[..., subprocess.Popen[bytes]], free_port: Callable[[], int]
 ) -> None:
-    """P stops writing and has its blocks back within moments of the death."""
+    """P stops writing, and has its blocks back within moments once nobody else is to have them."""
     p = KvRank("P", free_port(), stream_min_bytes=1)
     p.thread.start()
     p.step("t", SOURCE, 0, 2, layers=1, opens=(opened("t", PROMPT),))
@@ -74,5 +76,6 @@ def test_a_killed_decode_engine_releases_the_prefill(
     p.thread.layer_done(3)
     p.thread.end_step()
     p.close("t")
+    p.thread.begin_step(StepOrders(given_up=(("t", "no decode node is left"),)))
     until(lambda: p.has_sent("p-t"), "released", NOTICED_S)
     p.thread.stop()

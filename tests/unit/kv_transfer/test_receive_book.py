@@ -73,8 +73,10 @@ def test_pages_of_a_dead_writer_are_granted_to_the_next() -> None:
     assert book.counters["retargeted_receives"] == 1
     effects = say(book, Delivered, 2, 2.0, **PAGES)
     assert finished(effects) == [True]
-    assert Tell(SECOND, Landed(transfer_id="t", attempt=2)) in effects
     assert book.open_sessions == 0
+    landed = Landed(transfer_id="t", attempt=2)
+    assert book.acknowledge("r") == [Tell(SECOND, landed)]
+    assert book.acknowledge("r") == []
 
 
 def test_a_writer_that_lives_is_fenced_before_the_next_is_granted() -> None:
@@ -164,3 +166,24 @@ def test_the_deadline_counts_over_all_attempts() -> None:
     book.retarget(RETARGET, 99.5)
     book.tick(100.0)
     assert finished(say(book, Fenced, 2, 100.1, reason="cancelled")) == [False]
+
+
+def test_an_abort_after_landing_keeps_what_the_writer_has() -> None:
+    """Nothing was computed with the pages: another decode rank may want them from the same one."""
+    book = make_book((FIRST, "P"))
+    book.begin(ORDER, 0.0, is_callable=True)
+    say(book, Delivered, 1, 1.0, **PAGES)
+    cancel = Cancel(transfer_id="t", attempt=1, reason="aborted", keeps=True)
+    assert book.cancel("r", "aborted", 2.0) == [Tell(FIRST, cancel)]
+    assert book.acknowledge("r") == []
+
+
+def test_an_abort_while_waiting_keeps_it_too() -> None:
+    """Unlike a deadline: then this engine computes the prompt, and nobody else comes."""
+    for keeps in (True, False):
+        book = make_book((FIRST, "P"))
+        book.begin(ORDER, 0.0, is_callable=True)
+        effects = book.cancel("r", "aborted", 1.0) if keeps else book.tick(100.0)
+        (cancel,) = [e.message for e in effects if isinstance(e, Tell)]
+        assert isinstance(cancel, Cancel)
+        assert cancel.keeps is keeps

@@ -77,16 +77,17 @@ def assert_open(d: KvRank, request: str) -> None:
 
 
 def test_delivered_and_counted(d: KvRank, p: Prefill) -> None:
-    """A delivery of all pages is acknowledged and reported."""
+    """A delivery of all pages is reported, and acknowledged when a token was computed from them."""
     request = d.receive("t", PROMPT, BLOCKS, p.rank)
     p.meet()
     grant = p.expect(messages.Grant)
     assert (grant.block_ids, grant.grants_expected, grant.first_block) == ((5, 6), 1, 0)
     p.say(messages.Writing(transfer_id="t", attempt=1, last=True))
     p.deliver(grant)
-    assert p.expect(messages.Landed).transfer_id == "t"
     until(lambda: d.has_received(request), "landed")
     assert not d.failed
+    d.thread.begin_step(StepOrders(acknowledged=(request, "unknown")))
+    assert p.expect(messages.Landed).transfer_id == "t"
 
 
 @pytest.mark.parametrize("pages", [0, PAGES - 1, PAGES + 1])

@@ -307,7 +307,9 @@ def test_a_failed_write_fences() -> None:
 
 
 def test_a_lost_peer_is_owed_nothing() -> None:
-    """Its early grants, open transfers and unacknowledged deliveries end."""
+    """Its early grants, open transfers and unacknowledged deliveries end; what was computed is held
+    for another peer until it is given up.
+    """
     book = make_book()
     for name in ("t", "u", "v"):
         book.granted("d", grant(transfer_id=name), 100, 0.0)
@@ -320,12 +322,46 @@ def test_a_lost_peer_is_owed_nothing() -> None:
     delivered = book.write_ended("t", "d", 1, None)
     assert delivered == [DELIVERED]
     effects = book.peer_lost("d", "gone")
-    assert Release("r-t", "t", "complete") in effects
+    assert not [e for e in effects if isinstance(e, Release)]
     assert book.early_grants == 0
-    assert book.write_ended("u", "d", 2, "gone")[-1] == Release("r-u", "u", "complete")
+    assert not [e for e in book.write_ended("u", "d", 2, "gone") if isinstance(e, Release)]
+    assert book.abandon("t", "nobody") == [Release("r-t", "t", "abandoned")]
+    assert book.abandon("u", "nobody") == [Release("r-u", "u", "abandoned")]
     assert book.open_sessions == 0
     open_send(book, "v")
-    assert book.close("r-v", aborted=True, now=0.0) == [Release("r-v", "v", "abandoned")]
+    assert book.close("r-v", aborted=True, now=0.0) == [Release("r-v", "v", "aborted")]
+
+
+@pytest.mark.parametrize("end", ["lost", "cancelled"])
+@pytest.mark.parametrize("when", ["before", "half", "delivered"])
+def test_another_decode_rank_gets_everything_again(end: str, when: str) -> None:
+    """Whatever the first one had when its engine died or its request was aborted: the second one
+    is written every page, and only its acknowledgement releases the request.
+    """
+    book = make_book()
+    open_send(book)
+    if when != "before":
+        book.granted("d", grant(), 100, 0.0)
+    make_final(book)
+    book.close("r-t", aborted=False, now=0.0)
+    ids = post(book, book.due_writes(flush=True)) if when != "before" else []
+    if when == "delivered":
+        assert book.write_ended("t", "d", ids[0], None) == [DELIVERED]
+    if end == "lost":
+        effects = book.peer_lost("d", "gone")
+    else:
+        effects = book.cancelled("d", "t", 1, "aborted", keeps=True)
+    assert not [e for e in effects if isinstance(e, Release)]
+    book.granted("e", grant(attempt=2), 100, 1.0)
+    effects = book.due_writes(flush=True)
+    (write,) = [e for e in effects if isinstance(e, Write)]
+    assert write.peer == "e"
+    assert all(first == 0 for _, first, _ in write.spans)
+    book.write_posted(write, 99, 6)
+    if when == "half":
+        assert not [e for e in book.write_ended("t", "d", ids[0], "x") if isinstance(e, Release)]
+    book.write_ended("t", "e", 99, None)
+    assert book.landed("e", "t", 2)[-1] == Release("r-t", "t", "complete")
 
 
 def test_the_lease_ends_a_wait() -> None:

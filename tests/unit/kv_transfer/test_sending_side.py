@@ -12,6 +12,7 @@ from support.kv_rank import KvRank, opened, until
 
 from splitserve.kv_transfer import messages, sending_side
 from splitserve.kv_transfer.fingerprint import prompt_hash
+from splitserve.kv_transfer.orders import StepOrders
 from splitserve.kv_transfer.process_identity import own_identity
 from splitserve.kv_transfer.transports.registry import create
 from splitserve.kv_transfer.transports.settings import TransportSettings
@@ -84,6 +85,11 @@ def d(p: KvRank, free_port: Callable[[], int]) -> Iterator[Decode]:
     decode = Decode(p.address, free_port())
     yield decode
     decode.close()
+
+
+def give_up(p: KvRank, transfer_id: str) -> None:
+    """The router says that nobody will fetch the transfer."""
+    p.thread.begin_step(StepOrders(given_up=((transfer_id, "no decode node is left"),)))
 
 
 def assert_alive(p: KvRank, d: Decode) -> None:
@@ -221,7 +227,9 @@ def test_a_write_that_the_peer_refuses_fences_the_transfer(p: KvRank, d: Decode)
 
 @pytest.mark.parametrize("p", [1.0], indirect=True)
 def test_a_silent_peer_is_given_up_and_may_come_back(p: KvRank, d: Decode) -> None:
-    """A decode rank that says nothing is told so; its transfer is fenced, its blocks are free."""
+    """A decode rank that says nothing is told so; its transfer is fenced, and what it was sent is
+    free once nobody else is to have it.
+    """
     d.introduce()
     d.expect(messages.Welcome)
     d.say(d.grant())
@@ -229,6 +237,7 @@ def test_a_silent_peer_is_given_up_and_may_come_back(p: KvRank, d: Decode) -> No
     p.close("t")
     assert "silent for 1 s" in d.expect(messages.Fenced).reason
     assert "silent for 1 s" in d.expect(messages.TurnedAway).reason
+    give_up(p, "t")
     until(lambda: p.has_sent("p-t"), "released")
     d.say(messages.Ping())
     assert_alive(p, d)
@@ -243,6 +252,8 @@ def test_a_peer_that_stops_reading_is_given_up(p: KvRank, d: Decode) -> None:
     p.step("t", BLOCKS, 0, 2, opens=(opened("t", PROMPT),))
     p.close("t")
 
+    give_up(p, "t")
+
     def is_released() -> bool:
         d.say(messages.Ping())
         return p.has_sent("p-t")
@@ -253,7 +264,9 @@ def test_a_peer_that_stops_reading_is_given_up(p: KvRank, d: Decode) -> None:
 def test_the_death_of_the_peers_process_is_noticed_at_once(
     p: KvRank, d: Decode, free_port: Callable[[], int]
 ) -> None:
-    """A killed decode engine releases what was prefilled for it, without waiting for silence."""
+    """A killed decode engine is fenced without waiting for silence; what it was sent is kept for
+    another one until the router gives the transfer up.
+    """
     sleeper = Sleeper()
     d.introduce(process=sleeper.identity)
     d.expect(messages.Welcome)
@@ -263,6 +276,9 @@ def test_the_death_of_the_peers_process_is_noticed_at_once(
     p.close("t")
     sleeper.kill()
     assert "process is gone" in d.expect(messages.Fenced).reason
+    p.collect()
+    assert not p.has_sent("p-t")
+    give_up(p, "t")
     until(lambda: p.has_sent("p-t"), "released")
     other = Decode(p.address, free_port(), "E")
     other.introduce(process=sleeper.identity)

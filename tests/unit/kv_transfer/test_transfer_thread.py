@@ -145,6 +145,7 @@ def test_several_transfers_in_one_step(make_rank: Callable[..., KvRank]) -> None
     np.testing.assert_array_equal(p.pages[:, 20:29], d.pages[:, 10:19])
     for name in names:
         p.close(name)
+    d.thread.begin_step(StepOrders(acknowledged=tuple(requests)))
     until(lambda: p.thread.counters()["open_sends"] == 0, "released")
 
 
@@ -273,6 +274,7 @@ def test_unequal_tensor_parallel_sizes(
     for d, request in zip(ds, requests, strict=True):
         until(lambda d=d, request=request: d.has_received(request), "landed")  # type: ignore[misc]
         assert not d.failed
+        d.thread.begin_step(StepOrders(acknowledged=(request,)))
     for p in ps:
         p.close("t")
         until(lambda p=p: p.has_sent("p-t"), "released")  # type: ignore[misc]

@@ -144,13 +144,15 @@ async def test_trailers_are_no_headers(rig: Rig) -> None:
 async def test_who_may_not_send_is_told_before_the_body(rig: Rig) -> None:
     """The answer comes although the body does not."""
 
-    def admit(method: str, path: str, headers: RawHeaders) -> None:
-        assert (method, path, headers) == ("POST", "/a", [(b"content-length", b"9")])
+    def admit(path: str, headers: RawHeaders) -> None:
+        assert (path, headers[0]) == ("/a", (b"content-length", b"9"))
         raise ApiError(401, "no")
 
     rig.server.admit = admit
-    answer = await rig.talk(b"POST /a?b HTTP/1.1\r\ncontent-length: 9\r\n\r\n")
+    head = b"POST /a?b HTTP/1.1\r\ncontent-length: 9\r\nx-request-id: mine\r\n\r\n"
+    answer = await rig.talk(head)
     assert answer.startswith(b"HTTP/1.1 401")
+    assert b"x-request-id: mine\r\n" in answer
     assert b"www-authenticate: Bearer\r\n" in answer
     assert not rig.requests
 
