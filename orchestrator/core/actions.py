@@ -1,199 +1,33 @@
-"""What the core does to one request: the actions that the table in ``lifecycle`` names, and the
-queue behind them.
+"""What the core does to one request while its legs are out: the other actions that the table in
+``lifecycle`` names, and the ladder of replacements behind them.
 
-Every action returns orders and leaves the request in a phase that its row allows. A request's
-promises (prefill slot, committed blocks) are made in ``_commit`` and given back in ``_release_*``,
-each exactly once.
+Every action returns orders and leaves the request in a phase that its row allows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.effects import (
-    AnswerError,
     CancelLeg,
     Effect,
-    EndRequest,
     FailTransfer,
     PassRefusal,
     RetargetTransfer,
-    StartAlone,
     StartDecode,
-    StartPair,
     StartPrefill,
 )
-from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
-from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
-from splitserve.orchestrator.core.placement import (
-    Choice,
-    Missing,
-    choose_decode,
-    choose_prefill,
-    decision,
-)
+from splitserve.orchestrator.core.endings import Endings
+from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase
+from splitserve.orchestrator.core.membership import PREFILL
+from splitserve.orchestrator.core.placement import choose_prefill
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.core.limits import CoreLimits
-    from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
 
-QUEUE_SCAN_LIMIT_REQUESTS = 32
-"""How far behind a request that waits for a prefill slot the queue is searched for one that needs
-none.
-"""
 
-CLIENT_CLOSED_REQUEST = 499
-
-
-class Actions(ABC):
-    """The core's state, and what can be done to one request in it."""
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.limits = limits
-        self.membership = Membership()
-        self.requests: dict[str, Request] = {}
-        self.queue: OrderedDict[str, Request] = OrderedDict()
-        self.deadlines = {
-            DeadlineKind.QUEUE: DeadlineQueue[str](limits.queue_timeout_s),
-            DeadlineKind.FIRST_TOKEN: DeadlineQueue[str](limits.first_token_deadline_s),
-            DeadlineKind.REQUEST: DeadlineQueue[str](limits.request_deadline_s),
-        }
-        self._queued_alone = 0
-        """How many in the queue need no prefill slot."""
-        self._choices = 0
-        self._may_place = False
-
-    @abstractmethod
-    def _apply(
-        self, request: Request, trigger: Trigger, now: float, reason: str = ""
-    ) -> list[Effect]:
-        """Carry out the table's row for ``trigger`` in the request's phase."""
-
-    # Placing
-
-    def _place_waiting(self, now: float) -> list[Effect]:
-        """Place waiting requests in their order until something is missing that those behind need
-        too.
-        """
-        effects: list[Effect] = []
-        while self.queue:
-            placed = self._try_place(next(iter(self.queue.values())), now)
-            effects += placed
-            if not placed:
-                break
-        if self._queued_alone and self._missing == "prefill_slot":
-            scanned = islice(self.queue.values(), 1, QUEUE_SCAN_LIMIT_REQUESTS)
-            for request in [r for r in scanned if r.arrived.alone_because]:
-                placed = self._try_place(request, now)
-                effects += placed
-                if not placed:
-                    break
-        return effects
-
-    _missing: Missing = "decode_node"
-    """What the latest ``_try_place`` that placed nothing could not find."""
-
-    def _try_place(self, request: Request, now: float) -> list[Effect]:
-        """The orders that start the request's legs; none when something is missing (see
-        ``_missing``).
-        """
-        choice = self._choose(request, now)
-        if not isinstance(choice, Choice):
-            self._missing = choice
-            return []
-        request.choice = choice
-        trigger = Trigger.PLACED_ALONE if choice.prefill is None else Trigger.PLACED_PAIR
-        return self._apply(request, trigger, now)
-
-    def _choose(self, request: Request, now: float) -> Choice | Missing:
-        arrived, limits = request.arrived, self.limits.placement
-        found = self._choose_decode(request, now)
-        if isinstance(found, str):
-            return found
-        decode, blocks = found
-        prefill_nodes = self.membership.usable(PREFILL)
-        decided = decision(
-            arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes)
-        )
-        if decided != "split":
-            request.timeline.decision = decided
-            return Choice(decode, blocks)
-        place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now)
-        if isinstance(place, str):
-            return place
-        request.timeline.decision = decided
-        return Choice(decode, blocks, *place)
-
-    def _choose_decode(self, request: Request, now: float) -> tuple[Node, int] | Missing:
-        output = request.arrived.output_tokens
-        if output is None:
-            output = self.limits.placement.default_output_tokens
-        tokens = request.arrived.prompt_tokens + max(0, output)
-        return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
-
-    def _commit(self, request: Request, now: float) -> Choice:
-        """Count the chosen nodes' slots and blocks as taken; the request is out of the queue."""
-        choice = request.choice
-        assert choice is not None
-        assert not request.has_prefill_leg
-        assert not request.has_decode_leg
-        self._leave_queue(request)
-        self._choices += 1
-        request.attempt += 1
-        request.transfer_attempt = request.attempt
-        request.tried_prefill.clear()
-        timeline = request.timeline
-        timeline.attempts, timeline.dispatched = request.attempt, now
-        timeline.prefill_node = ""
-        self._commit_decode(request, choice.decode, choice.decode_blocks)
-        if choice.prefill is not None:
-            self._commit_prefill(request, choice.prefill, choice.prefill_blocks)
-        if request.arrived.streaming:
-            self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
-        return choice
-
-    def _commit_decode(self, request: Request, node: Node, blocks: int) -> None:
-        request.decode_attempt = request.attempt
-        request.timeline.decode_node = node.name
-        node.decode_legs += 1
-        node.committed_blocks += blocks
-        node.chosen_at = self._choices
-        request.has_decode_leg = True
-
-    def _commit_prefill(self, request: Request, node: Node, blocks: int) -> None:
-        request.prefill_attempt = request.attempt
-        request.timeline.prefill_node = node.name
-        node.prefill_legs += 1
-        node.prefill_tokens += request.arrived.prompt_tokens
-        node.committed_blocks += blocks
-        node.chosen_at = self._choices
-        request.has_prefill_leg = True
-
-    def start_pair(self, request: Request, now: float, reason: str) -> list[Effect]:
-        choice = self._commit(request, now)
-        assert choice.prefill is not None
-        request.phase = Phase.PREFILLING
-        return [
-            StartPair(
-                request.id,
-                request.attempt,
-                request.transfer_id,
-                choice.prefill.description,
-                choice.decode.description,
-            )
-        ]
-
-    def start_alone(self, request: Request, now: float, reason: str) -> list[Effect]:
-        choice = self._commit(request, now)
-        request.phase = Phase.ALONE
-        return [StartAlone(request.id, request.decode_attempt, choice.decode.description)]
-
-    # While legs are out
+class Actions(Endings):
+    """The actions on a request whose legs are out."""
 
     def stay(self, request: Request, now: float, reason: str) -> list[Effect]:
         return []
@@ -324,148 +158,3 @@ class Actions(ABC):
             node.description,
         )
         return [*effects, start]
-
-    # Ends
-
-    def check_pool(self, request: Request, now: float, reason: str) -> list[Effect]:
-        if self.has_untried_node(request):
-            return []
-        message = "no decode node is ready"
-        if self.membership.usable(DECODE):
-            message = "every decode node that is ready has failed this request"
-        return self._end_with_error(request, 503, message, now, retry_after_s=5)
-
-    def has_untried_node(self, request: Request) -> bool:
-        """Whether a decode node is usable on which no attempt of the request has failed."""
-        usable = self.membership.usable(DECODE)
-        return any(node.description.incarnation not in request.tried for node in usable)
-
-    def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
-        message = f"no node had room for the request: {reason}"
-        return self._end_with_error(request, 503, message, now, self._retry_after_s(now))
-
-    def answer_too_late(self, request: Request, now: float, reason: str) -> list[Effect]:
-        return self._end_with_error(request, 504, f"the engines were too slow: {reason}", now)
-
-    def answer_stopping(self, request: Request, now: float, reason: str) -> list[Effect]:
-        return self._end_with_error(request, 503, "the router is stopping", now, retry_after_s=5)
-
-    def break_stream(self, request: Request, now: float, reason: str) -> list[Effect]:
-        message = f"the decode node failed in the middle of the answer: {reason}"
-        choice = request.choice
-        effects: list[Effect] = []
-        if choice is not None and choice.prefill is not None:
-            # Whether the decode node had let go of the prefill node's pages is not known
-            effects.append(FailTransfer(choice.prefill.name, request.transfer_id, reason))
-        return effects + self._end_with_error(request, 502, message, now)
-
-    def cancel(self, request: Request, now: float, reason: str) -> list[Effect]:
-        effects = self._cancel_legs(request)
-        request.timeline.status = CLIENT_CLOSED_REQUEST
-        return effects + self._end(request, "cancelled", "the client closed its connection", now)
-
-    def finish(self, request: Request, now: float, reason: str) -> list[Effect]:
-        request.timeline.last_data = now
-        self._give_back_decode(request)
-        if not request.has_prefill_leg:
-            return self._end(request, "ok", "", now)
-        request.phase = Phase.TAIL
-        return []
-
-    def end_tail(self, request: Request, now: float, reason: str) -> list[Effect]:
-        return self._cancel_prefill(request) + self._end(request, "ok", "", now)
-
-    def _end_with_error(
-        self,
-        request: Request,
-        status: int,
-        message: str,
-        now: float,
-        retry_after_s: int | None = None,
-    ) -> list[Effect]:
-        effects = self._cancel_legs(request)
-        request.timeline.status = status
-        answer = AnswerError(request.id, status, message, retry_after_s)
-        return [*effects, answer, *self._end(request, "error", message, now)]
-
-    def _end(self, request: Request, outcome: str, reason: str, now: float) -> list[Effect]:
-        assert not request.has_prefill_leg, "a prefill leg outlived its request"
-        assert not request.has_decode_leg, "a decode leg outlived its request"
-        self._leave_queue(request)
-        for queue in self.deadlines.values():
-            queue.disarm(request.id)
-        request.phase = Phase.ENDED
-        timeline = request.timeline
-        timeline.outcome, timeline.reason = outcome, reason
-        if timeline.last_data is None:
-            timeline.last_data = now
-        del self.requests[request.id]
-        return [EndRequest(timeline)]
-
-    # Giving back
-
-    def _cancel_legs(self, request: Request) -> list[Effect]:
-        effects = self._cancel_prefill(request)
-        effects += self._abandon_transfer(request, "the decode leg was cancelled")
-        if request.has_decode_leg:
-            self._give_back_decode(request)
-            effects.append(CancelLeg(request.id, request.decode_attempt, "decode"))
-        return effects
-
-    def _abandon_transfer(self, request: Request, reason: str) -> list[Effect]:
-        """Nobody may fetch what the prefill node computed: it need not hold it until its lease
-        ends.
-
-        Cancelling the leg is not enough: it may have been answered, and then only the transfer is
-        left.
-        """
-        choice = request.choice
-        if choice is None or choice.prefill is None:
-            return []
-        if request.phase not in (Phase.PREFILLING, Phase.LANDING):
-            return []
-        return [FailTransfer(choice.prefill.name, request.transfer_id, reason)]
-
-    def _cancel_prefill(self, request: Request) -> list[Effect]:
-        if not request.has_prefill_leg:
-            return []
-        self._give_back_prefill(request)
-        return [CancelLeg(request.id, request.prefill_attempt, "prefill")]
-
-    def _give_back_prefill(self, request: Request) -> None:
-        choice = request.choice
-        assert request.has_prefill_leg
-        assert choice is not None
-        assert choice.prefill is not None
-        choice.prefill.prefill_legs -= 1
-        choice.prefill.prefill_tokens -= request.arrived.prompt_tokens
-        choice.prefill.committed_blocks -= choice.prefill_blocks
-        request.has_prefill_leg = False
-        self._may_place = True
-
-    def _give_back_decode(self, request: Request) -> None:
-        choice = request.choice
-        assert request.has_decode_leg
-        assert choice is not None
-        choice.decode.decode_legs -= 1
-        choice.decode.committed_blocks -= choice.decode_blocks
-        request.has_decode_leg = False
-        self._may_place = True
-
-    def _enter_queue(self, request: Request, now: float) -> None:
-        self.queue[request.id] = request
-        self._queued_alone += bool(request.arrived.alone_because)
-        self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
-
-    def _leave_queue(self, request: Request) -> None:
-        if self.queue.pop(request.id, None) is not None:
-            self._queued_alone -= bool(request.arrived.alone_because)
-            self.deadlines[DeadlineKind.QUEUE].disarm(request.id)
-
-    def _retry_after_s(self, now: float) -> int:
-        """What the request at the head of the queue has waited so far: the next one will hardly be
-        faster.
-        """
-        for request in self.queue.values():
-            return max(1, round(now - request.arrived_at))
-        return 1
