@@ -81,7 +81,8 @@ class Actions(Endings):
         return [*effects, FailTransfer(request.choice.decode.name, request.transfer_id, reason)]
 
     def relay(self, request: Request, now: float, reason: str) -> list[Effect]:
-        request.timeline.first_data = now
+        if request.timeline.first_data is None:
+            request.timeline.first_data = now
         request.timeline.status = 200
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.STREAMING
@@ -95,6 +96,9 @@ class Actions(Endings):
             effects = self._retry(request, now)
             if effects is not None:
                 return effects
+        if request.timeline.first_data is not None:
+            message = f"the answer could not be continued: {reason}"
+            return self._end_with_error(request, 502, message, now)
         effects = self._cancel_prefill(request)
         effects += self._abandon_transfer(request, "the decode node refused the request")
         effects.append(PassRefusal(request.id, request.decode_attempt))
@@ -119,6 +123,10 @@ class Actions(Endings):
         moved = self._move_decode(request, now)
         if moved is not None:
             return moved
+        return self._begin_anew(request, now)
+
+    def _begin_anew(self, request: Request, now: float) -> list[Effect]:
+        """Cancel what is out; the request is placed again, before all that wait."""
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.QUEUED

@@ -50,6 +50,14 @@ class CancelLeg(msgspec.Struct, frozen=True):
     leg: Leg
 
 
+class DoubtLeg(msgspec.Struct, frozen=True):
+    """The leg's node is silent: the leg has failed if nothing came on it for so long."""
+
+    request_id: str
+    attempt: int
+    silence_limit_s: float
+
+
 class StartPrefill(msgspec.Struct, frozen=True):
     """Send the prefill leg again, to another node; the decode leg stays where it is."""
 
@@ -138,6 +146,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     prefill_node: str = ""
     decode_node: str = ""
     attempts: int = 0
+    continuations: int = 0
+    """How often another decode node went on in the middle of the answer."""
     dispatched: float | None = None
     prefill_answered: float | None = None
     prefill_status: int | None = None
@@ -158,6 +168,7 @@ Effect = (
     | StartPrefill
     | StartDecode
     | CancelLeg
+    | DoubtLeg
     | RetargetTransfer
     | FailTransfer
     | AnnounceDeath

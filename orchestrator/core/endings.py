@@ -43,12 +43,15 @@ class Endings(Placing):
 
     def break_stream(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"the decode node failed in the middle of the answer: {reason}"
-        choice = request.choice
-        effects: list[Effect] = []
-        if choice is not None and choice.prefill is not None:
-            # Whether the decode node had let go of the prefill node's pages is not known
-            effects.append(FailTransfer(choice.prefill.name, request.transfer_id, reason))
+        effects = self._release_at_prefill(request, reason)
         return effects + self._end_with_error(request, 502, message, now)
+
+    def _release_at_prefill(self, request: Request, reason: str) -> list[Effect]:
+        """Whether the decode node had let go of the prefill node's pages is not known."""
+        choice = request.choice
+        if choice is None or choice.prefill is None:
+            return []
+        return [FailTransfer(choice.prefill.name, request.transfer_id, reason)]
 
     def cancel(self, request: Request, now: float, reason: str) -> list[Effect]:
         effects = self._cancel_legs(request)

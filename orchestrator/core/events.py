@@ -52,6 +52,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
     alone_because: str
     """Why the request must not be split; empty when it may be."""
     tenant: str = ""
+    can_continue: bool = False
+    """Whether another node may go on in the middle of the answer: the result is exact."""
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True):

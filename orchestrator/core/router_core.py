@@ -1,7 +1,8 @@
 """The core's one door: facts in, orders out. No I/O, no clock, no randomness.
 
 It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
-is the table in ``lifecycle``; the methods named there as actions are in ``actions``. A request that
+is the table in ``lifecycle``; the methods named there are in ``endings``, ``actions`` and
+``recovery``. A request that
 cannot be placed waits in one bounded queue, first come first served; only a request that needs no
 prefill slot may pass one that waits for a slot.
 
@@ -15,7 +16,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.core.actions import Actions
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.effects import (
     AcceptNode,
@@ -27,6 +27,7 @@ from splitserve.orchestrator.core.effects import (
 from splitserve.orchestrator.core.errors import IllegalTransitionError
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.recovery import Recovery
 from splitserve.orchestrator.core.requests import Request
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 DEATHS_LIMIT_INCARNATIONS = 100
 
 
-class RouterCore(Actions):
+class RouterCore(Recovery):
     """All decisions of the router."""
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -135,7 +136,6 @@ class RouterCore(Actions):
             return []
         node.is_connected = False
         self.membership.changed()
-        self.silence.disarm(node.name)
         return self._check_waiting(now)
 
     def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
@@ -155,18 +155,26 @@ class RouterCore(Actions):
         del self.membership.nodes[node.name]
         self.membership.changed()
         self.silence.disarm(node.name)
-        effects: list[Effect] = []
         reason = f"node {node.name} is lost: {why}"
+        lost = (Trigger.PREFILL_NODE_LOST, Trigger.DECODE_NODE_LOST)
+        return self._tell_requests_of(node, lost, reason, now)
+
+    def _tell_requests_of(
+        self, node: Node, triggers: tuple[Trigger, Trigger], reason: str, now: float
+    ) -> list[Effect]:
+        """Something has happened to a node; ``triggers`` are for requests that it prefills and for
+        those that it decodes.
+        """
+        for_prefill, for_decode = triggers
+        effects: list[Effect] = []
         for request in list(self.requests.values()):
             choice = request.choice
             if request.phase is Phase.QUEUED:
-                trigger = (
-                    Trigger.DECODE_NODE_LOST if node.role == DECODE else Trigger.PREFILL_NODE_LOST
-                )
+                trigger = for_decode if node.role == DECODE else for_prefill
             elif choice and choice.decode is node:
-                trigger = Trigger.DECODE_NODE_LOST
+                trigger = for_decode
             elif choice and choice.prefill is node:
-                trigger = Trigger.PREFILL_NODE_LOST
+                trigger = for_prefill
             else:
                 continue
             effects += self._apply(request, trigger, now, reason)
@@ -277,10 +285,17 @@ class RouterCore(Actions):
                 reason = f"router.{kind.value} of {queue.duration_s:g} s is over"
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
         for name in self.silence.take_due(now):
-            self.membership.nodes[name].is_silent = True
-            self.membership.changed()
-            effects += self._check_waiting(now)
+            effects += self._fall_silent(self.membership.nodes[name], now)
         return effects
+
+    def _fall_silent(self, node: Node, now: float) -> list[Effect]:
+        """Said again as long as it lasts: another place to go to may have turned up meanwhile."""
+        node.is_silent = True
+        self.membership.changed()
+        self.silence.arm(node.name, now)
+        reason = f"node {node.name} has been silent for {self.limits.node_silence_limit_s:g} s"
+        silent = (Trigger.PREFILL_NODE_SILENT, Trigger.DECODE_NODE_SILENT)
+        return self._tell_requests_of(node, silent, reason, now)
 
     def _on_router_draining(self, event: ev.RouterDraining, now: float) -> list[Effect]:
         self.is_stopping = True

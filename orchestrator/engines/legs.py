@@ -78,7 +78,7 @@ class Legs:
         ``extras`` is what the prompt's KV depends on besides its tokens, see ``prompt_extras``.
         """
         params = self._leg(request_id, kv_transfer_params)
-        if params is None or not prompt:
+        if params is None or params.role == "alone" or not prompt:
             return
         side = self._prefills if params.role == "prefill" else self._reservations
         if not side.arrived(request_id, params, len(prompt), prompt_hash(prompt, extras)):

@@ -51,6 +51,7 @@ class Api:
         metrics: RouterMetrics,
         log: RequestLog,
         served_name: str,
+        continuable: frozenset[str],
     ) -> None:
         self._driver = driver
         self._agents = agents
@@ -58,6 +59,8 @@ class Api:
         self._metrics = metrics
         self._log = log
         self._served_name = served_name
+        self._continuable = continuable
+        """Endpoints whose streams may be continued by another engine."""
         self._generating_paths = frozenset(PATHS.values())
         self._models = frozenset({served_name})
         self._started_unix_s = int(time.time())
@@ -126,6 +129,7 @@ class Api:
         if content_type != b"application/json" and not _is_json(content_type):
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         body = read_client_request(endpoint, request.body, self._models)
+        body.can_continue = body.can_continue and endpoint in self._continuable
         self._count += 1
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
@@ -147,6 +151,7 @@ class Api:
             body.is_streaming,
             body.alone_because,
             tenant,
+            body.can_continue,
         )
         self._driver.admit(exchange, arrived)
 

@@ -19,6 +19,7 @@ from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
+from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.http_server import HttpServer
@@ -36,6 +37,14 @@ _log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 2.0
 """Time that the last bytes of ended answers get to leave."""
+
+
+_PARSER_FLAGS = {
+    "reasoning_parser",
+    "tool_call_parser",
+    "enable_auto_tool_choice",
+    "reasoning_config",
+}
 
 
 class CannotListenError(Exception):
@@ -90,7 +99,9 @@ async def start(
 
     driver = CoreDriver(core, client, agents, secret, on_end)
     agents.driver = driver
-    api = Api(driver, agents, Tenants(tenant_by_key, secret), metrics, log, config.model.name)
+    tenants = Tenants(tenant_by_key, secret)
+    continuable = continuable_endpoints(config)
+    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable)
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
@@ -102,6 +113,14 @@ async def start(
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
     return Router(core, driver, agents, client, log, port, server, websockets)
+
+
+def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
+    """Endpoints whose streams another engine may go on with. Not chat when the engines parse
+    answers (tools, reasoning): a parser would have to have seen the answer's beginning.
+    """
+    flags = {key.replace("-", "_") for key in config.decode.engine_args.passed_on}
+    return frozenset({COMPLETIONS} if flags & _PARSER_FLAGS else {COMPLETIONS, CHAT})
 
 
 def limits_of(config: ClusterConfig) -> CoreLimits:

@@ -62,6 +62,7 @@ class CoreDriver:
             ef.StartDecode: lambda order: self.exchanges[order.request_id].start_decode(order),
             ef.StartAlone: lambda order: self.exchanges[order.request_id].start_alone(order),
             ef.CancelLeg: lambda order: self.exchanges[order.request_id].cancel_leg(order.leg),
+            ef.DoubtLeg: lambda order: self.exchanges[order.request_id].doubt_decode(order),
             ef.AnswerError: lambda order: self.exchanges[order.request_id].answer_error(order),
             ef.PassRefusal: lambda order: self.exchanges[order.request_id].pass_refusal(),
             ef.EndRequest: self._end_request,

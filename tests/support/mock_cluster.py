@@ -19,6 +19,7 @@ from support.mock_engines import EngineHandle
 from support.up_process import UpProcess, kill, wait_for
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
@@ -48,6 +49,11 @@ class Cluster:
         await asyncio.to_thread(
             wait_for, lambda: self.up.node(node)["incarnation"] != life, 20, "death", self.up.story
         )
+
+    def signal_engine(self, node: str, number: signal.Signals) -> None:
+        """To the engine's process."""
+        (process,) = [p for p, settings in self._processes() if settings["node"] == node]
+        process.send_signal(number)
 
     def _look_for(self, node: str) -> bool:
         status = self.up.node(node)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from splitserve.kv_transfer.transfer_params import resumed_tokens
 from splitserve.orchestrator.engines.mock.engine import Answers, EngineDeadError, EngineFailed
 from splitserve.orchestrator.engines.mock.faults import Faults
 from splitserve.orchestrator.engines.mock.protocol import (
@@ -80,6 +81,7 @@ class MockApi:
         model: str,
         max_model_len: int,
         api_key: str,
+        secret: bytes,
         allow_faults: bool,
     ) -> None:
         self._engine = engine
@@ -87,6 +89,7 @@ class MockApi:
         self._model = model
         self._max_model_len = max_model_len
         self._api_key = api_key
+        self._secret = secret
         self._allow_faults = allow_faults
         self._metrics = CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
@@ -197,7 +200,11 @@ class MockApi:
                     salt=body.cache_salt or "",
                     kv_transfer_params=None if found else body.kv_transfer_params,
                 )
-                found.append(_Choice(request, prompt, TextOf(body.stops)))
+                text = TextOf(body.stops)
+                resumed = resumed_tokens(request.kv_transfer_params, self._secret)
+                if resumed:
+                    text.resume(decode(tokens[-resumed:]))
+                found.append(_Choice(request, prompt, text))
         return found
 
     async def _pieces(self, choices: list[_Choice], answers: Answers) -> AsyncIterator[_Piece]:
@@ -237,15 +244,16 @@ async def _stream(
             choice = piece.choice
             if not response.prepared:
                 await response.prepare(request)
+            ids = choice.tokens[-1:] if body.return_token_ids else None
+            prompt_ids = None
+            if body.return_token_ids and piece.is_first:
+                prompt_ids = list(choice.request.prompt)
             if piece.is_first and shapes.is_chat:
-                await _send(response, shapes.role_chunk(piece.index))
+                await _send(response, shapes.role_chunk(piece.index, prompt_ids))
             stop = choice.text.stop_reason
-            chunk = shapes.chunk(piece.index, piece.text, choice.finish_reason, stop)
-            if body.return_token_ids:
-                shown = {"token_ids": choice.tokens[-1:]}
-                if piece.is_first:
-                    shown["prompt_token_ids"] = list(choice.request.prompt)
-                chunk["choices"][0] |= shown
+            chunk = shapes.chunk(
+                piece.index, piece.text, choice.finish_reason, stop, ids=ids, prompt_ids=prompt_ids
+            )
             await _send(response, chunk)
         if body.stream_options is not None and body.stream_options.include_usage:
             await _send(response, shapes.usage_chunk(_usage(choices)))
