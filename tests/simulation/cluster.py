@@ -65,6 +65,9 @@ class Leg:
     has_lost_bytes: bool = False
     """The connection was cut in the middle of an answer: nothing more comes on it."""
     has_data: bool = False
+    heard_at: float = 0.0
+    sent_before: tuple[int, ...] = ()
+    """What the client had when the leg began."""
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Client:
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int
+    can_continue: bool = True
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     outcome: str = ""
@@ -89,6 +93,8 @@ class Cluster:
         """The transport's bytes are placed by the receiver."""
         self.write_s = world.random.choice([0.002, 0.05, 0.5])
         """Longest time that a page takes to land."""
+        self.step_s = world.random.choice([0.002, 0.002, 0.05])
+        """What each step of an engine takes beside its tokens."""
         self.is_one_host = not self.can_revoke and world.random.random() < 0.5
         """Engines watch each other's processes."""
         self.core = RouterCore(LIMITS)
@@ -146,6 +152,9 @@ class Cluster:
     def _perform(self, effect: ef.Effect) -> None:
         match effect:
             case ef.StartPair():
+                if self._has_everything(effect.request_id, effect.attempt):
+                    self.tell(ev.PrefillAnswered(effect.request_id, effect.attempt, 200))
+                    return
                 self._start_leg(effect, "prefill")
                 self._start_leg(effect, "decode")
             case ef.StartPrefill():
@@ -158,7 +167,12 @@ class Cluster:
                 )
                 self._order(self.nodes[node], order)
             case ef.StartAlone(request_id, attempt, decode):
-                self._send_leg(request_id, attempt, "decode", decode.node, None)
+                if not self._has_everything(request_id, attempt):
+                    self._send_leg(request_id, attempt, "decode", decode.node, None)
+            case ef.DoubtLeg(request_id, attempt, silence_limit_s):
+                leg = self.legs[request_id, attempt, "decode"]
+                if self.world.now - leg.heard_at >= silence_limit_s:
+                    self._break(leg, "its node is silent")
             case ef.CancelLeg(request_id, attempt, kind):
                 self._close_leg(self.legs[request_id, attempt, kind])
             case ef.FailTransfer(node, transfer_id, reason):
@@ -173,6 +187,15 @@ class Cluster:
                 self._end(timeline)
             case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
                 pass
+
+    def _has_everything(self, request_id: str, attempt: int) -> bool:
+        """Whether only the end of the answer was lost with its engine."""
+        client = self.clients[request_id]
+        if len(client.tokens) < client.max_tokens:
+            return False
+        self.tell(ev.FirstDataArrived(request_id, attempt))
+        self.tell(ev.DecodeEnded(request_id, attempt))
+        return True
 
     def _order(self, node: Node, order: Order) -> None:
         """To the node's agent, and through it to its engine."""
@@ -209,6 +232,8 @@ class Cluster:
         self, request_id: str, attempt: int, kind: str, node: str, params: TransferParams | None
     ) -> None:
         leg = self.legs[request_id, attempt, kind] = Leg(request_id, attempt, kind, node)
+        leg.heard_at = self.world.now
+        leg.sent_before = tuple(self.clients[request_id].tokens)
         if not self.network.send(ROUTER, node, self._arrive, leg, params):
             self.world.at(CUT_LEG_S, self._break, leg, "the connection timed out")
 
@@ -221,8 +246,9 @@ class Cluster:
         client = self.clients[leg.request_id]
         request = EngineRequest(
             id=f"{leg.request_id}.{leg.attempt}.{leg.kind}",
-            prompt=client.prompt,
-            max_tokens=1 if leg.kind == "prefill" else client.max_tokens,
+            prompt=client.prompt + leg.sent_before,
+            resumed=len(leg.sent_before),
+            max_tokens=1 if leg.kind == "prefill" else client.max_tokens - len(leg.sent_before),
             params=params,
             answer=lambda token: self._answer(leg, self._hear, leg, token),
         )
@@ -254,6 +280,7 @@ class Cluster:
             return
         if heard == WRONG:
             self.world.fail(f"{leg.request_id} gets a token that was computed from wrong pages")
+        leg.heard_at = self.world.now
         if not leg.has_data:
             leg.has_data = True
             self.tell(ev.FirstDataArrived(leg.request_id, leg.attempt))
@@ -297,6 +324,7 @@ class Cluster:
                 output_tokens=client.max_tokens,
                 streaming=True,
                 alone_because="",
+                can_continue=client.can_continue,
             )
         )
 
@@ -447,7 +475,8 @@ def random_client(cluster: Cluster, number: int) -> Client:
     most = smallest_node(cluster) * BLOCK_TOKENS // 2
     length = random.choice([1, 3, 4, 5, 8, 9, random.randint(1, most)])
     length = min(length, most)
-    max_tokens = random.randint(1, 6)
+    room = smallest_node(cluster) * BLOCK_TOKENS - length
+    max_tokens = random.choice([random.randint(1, 6), random.randint(1, min(40, room))])
     assert blocks_for(length + max_tokens) <= smallest_node(cluster)
     prompt = tuple(random.randrange(100) for _ in range(length))
-    return Client(f"r{number}", prompt, max_tokens)
+    return Client(f"r{number}", prompt, max_tokens, can_continue=random.random() < 0.8)

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from simulation.cluster import ROUTER, Cluster, random_client
 from simulation.network import Weather
 from simulation.world import World
+from splitserve.orchestrator.core.lifecycle import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from simulation.cluster import Node
 
 LOAD_S = 4.0
 """Requests arrive and faults begin within this time."""
@@ -36,7 +39,7 @@ def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
     """Run a seed to its end. Raises ``InvariantError``, or any assertion of the code under test."""
     world = World(seed)
     random = world.random
-    cluster = Cluster(world, random.randint(1, 2), random.randint(1, 2))
+    cluster = Cluster(world, random.randint(1, 2), random.randint(1, 3))
     for number in range(requests):
         client = random_client(cluster, number)
         world.at(random.random() * LOAD_S, cluster.ask, client)
@@ -82,9 +85,25 @@ def kill(cluster: Cluster) -> None:
     cluster.kill(cluster.world.random.choice(list(cluster.nodes.values())))
 
 
+def strike_stream(cluster: Cluster) -> None:
+    """The engine of a stream dies or stops, if there is a stream."""
+    streams = [r for r in cluster.core.requests.values() if r.phase is Phase.STREAMING]
+    random = cluster.world.random
+    for request in random.sample(streams, min(1, len(streams))):
+        assert request.choice is not None
+        node = cluster.nodes[request.choice.decode.name]
+        if random.random() < 0.5:
+            cluster.kill(node)
+        else:
+            _pause(cluster, node)
+
+
 def pause(cluster: Cluster) -> None:
     """An engine is stopped for a while."""
-    node = cluster.world.random.choice(list(cluster.nodes.values()))
+    _pause(cluster, cluster.world.random.choice(list(cluster.nodes.values())))
+
+
+def _pause(cluster: Cluster, node: Node) -> None:
     engine = node.engine
     if engine is None:
         return
@@ -152,4 +171,4 @@ def preempt(cluster: Cluster) -> None:
         engine.process.at(random.random(), engine.preempt)
 
 
-FAULTS = [kill, pause, slow, partition, weather, leave, preempt, preempt]
+FAULTS = [kill, pause, slow, partition, weather, leave, preempt, preempt, strike_stream]
