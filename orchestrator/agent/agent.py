@@ -29,6 +29,7 @@ from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_en
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
+    Dismiss,
     Drain,
     EngineDied,
     FailTransfer,
@@ -85,6 +86,12 @@ class Life:
     endpoint: Endpoint | None = None
     was_ready: bool = False
     last_answer: float = field(default_factory=time.monotonic)
+    drain: Drain | None = None
+    dismissal: Dismiss | None = None
+    is_dismissed: bool = False
+    """It ends by order of the router."""
+    owed_nothing: bool = False
+    """As its engine said when it was dismissed."""
 
 
 class Agent:
@@ -122,7 +129,6 @@ class Agent:
         self._stop = asyncio.Event()
         self._exit_status = EXIT_STOPPED
         self._is_ending = False
-        self._drain_deadline: float | None = None
 
     def stop(self) -> None:
         """Begin to stop: the engine gets ``stop_timeout_s`` to end."""
@@ -135,9 +141,15 @@ class Agent:
         try:
             self._report_previous_life()
             while True:
-                self._has_served |= await self._live()
+                life = await self._live()
+                self._has_served |= life.was_ready
                 if self._stop.is_set():
                     return self._exit_status
+                if life.drain is not None and not life.drain.restarts:
+                    self._set_phase("left")
+                    return EXIT_STOPPED
+                if life.is_dismissed:
+                    continue
                 delay = self._budget.take(time.monotonic()) if self._has_served else None
                 if delay is None:
                     self._set_phase("failed")
@@ -159,8 +171,8 @@ class Agent:
         self._exit_status = EXIT_FAULT
         self._stop.set()
 
-    async def _live(self) -> bool:
-        """One life, until nothing of its engine is left; whether it was ready."""
+    async def _live(self) -> Life:
+        """One life, until nothing of its engine is left."""
         life = self._start_engine()
         self._life = life
         self._set_phase("loading")
@@ -178,7 +190,7 @@ class Agent:
         exit_status = await gone
         stop.cancel()
         self._bury(life, exit_status, verdict)
-        return life.was_ready
+        return life
 
     def _verdict_of(self, watch: asyncio.Task[str]) -> str:
         """Why watching ended before the engine did."""
@@ -202,7 +214,7 @@ class Agent:
 
     async def _watch(self, life: Life) -> str:
         """Wait for readiness, then report state twice a second. Returns why the engine must be
-        ended; "" when asked to stop.
+        ended; "" when the router has dismissed it.
         """
         limit = self.node.settings.startup_timeout_s
         progress = asyncio.create_task(self._report_progress())
@@ -237,6 +249,8 @@ class Agent:
         silence_limit = self._config.supervision.engine_silence_limit_s
         life.last_answer = time.monotonic()
         while True:
+            # What is asked after it says what the router's last leg has left
+            dismissal = life.dismissal
             try:
                 status = await answer_of(endpoint.status())
             except ENDPOINT_ERRORS:
@@ -248,16 +262,11 @@ class Agent:
             else:
                 life.last_answer = time.monotonic()
                 self._report(status)
-                if self._has_drained(status):
-                    self._stop.set()
-                    return ""
+                life.owed_nothing = dismissal is not None and _owes_nothing(status)
+            if dismissal is not None and (dismissal.at_once or life.owed_nothing):
+                life.is_dismissed = True
+                return ""
             await asyncio.sleep(STATE_INTERVAL_S)
-
-    def _has_drained(self, status: EngineStatus) -> bool:
-        if self._drain_deadline is None:
-            return False
-        owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
-        return owed == 0 or time.monotonic() > self._drain_deadline
 
     def _describe(self, life: Life, description: EngineDescription) -> NodeDescription:
         return NodeDescription(
@@ -283,7 +292,9 @@ class Agent:
         self._incarnation_path().unlink(missing_ok=True)
         lines = life.engine.log.story()
         cause = verdict or likely_cause(lines, exit_status)
-        if self._stop.is_set() and not verdict:
+        if life.is_dismissed:
+            cause = "drained" if life.owed_nothing else "ended by an operator before it was drained"
+        elif self._stop.is_set() and not verdict:
             cause = "stopped"
         self._died = EngineDied(
             node=self.node.name,
@@ -291,6 +302,8 @@ class Agent:
             exit_status=exit_status,
             likely_cause=cause,
             last_lines=lines,
+            was_ordered=life.is_dismissed,
+            owed_nothing=life.owed_nothing,
         )
         self._link.died(self._died)
         self._set_phase("dead", life)
@@ -314,7 +327,8 @@ class Agent:
 
     async def _on_message(self, message: ToAgent) -> None:
         """Obey the router."""
-        endpoint = self._life.endpoint if self._life is not None else None
+        life = self._life
+        endpoint = life.endpoint if life is not None else None
         match message:
             case Welcome():
                 self._refused = ""
@@ -323,9 +337,11 @@ class Agent:
                 _log.error("the router will not use %s: %s", self.node.name, reason)
             case SetRole(role=role):
                 self.role = role
-            case Drain(deadline_s=deadline_s):
-                self._drain_deadline = time.monotonic() + deadline_s
+            case Drain() if life is not None and life.incarnation == message.incarnation:
+                life.drain = message
                 self._set_phase("draining")
+            case Dismiss() if life is not None and life.incarnation == message.incarnation:
+                life.dismissal = message
             case FailTransfer(transfer_id=transfer_id, reason=reason) if endpoint is not None:
                 await self._relay(endpoint.fail_transfer(transfer_id, reason), message)
             case RetargetTransfer() if endpoint is not None:
@@ -434,3 +450,8 @@ class Agent:
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
+
+
+def _owes_nothing(status: EngineStatus) -> bool:
+    """Whether nobody waits for the engine: no client, and no peer that still fetches pages."""
+    return not (status.running or status.waiting or status.open_transfers or status.leased_blocks)

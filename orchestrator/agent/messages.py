@@ -82,6 +82,10 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     exit_status: int
     likely_cause: str
     last_lines: tuple[str, ...]
+    was_ordered: bool = False
+    """It ended because its node was drained."""
+    owed_nothing: bool = False
+    """And nobody needed anything that it had."""
 
 
 FromAgent = AgentHello | NodeState | LoadingProgress | EngineDied
@@ -106,9 +110,20 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Take no new work; leave when what is owed is delivered."""
+    """The node gets no new work. Its engine runs on until the node is dismissed."""
 
-    deadline_s: float
+    incarnation: str
+    restarts: bool
+    """When dismissed, the engine ends and another one is started; else the node leaves."""
+
+
+class Dismiss(msgspec.Struct, frozen=True, kw_only=True, tag="dismiss"):
+    """The router has nothing out on a draining node: its engine ends as soon as it owes no peer
+    anything, or ``at_once``.
+    """
+
+    incarnation: str
+    at_once: bool
 
 
 class FailTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="fail_transfer"):
@@ -136,4 +151,6 @@ class PeerDied(msgspec.Struct, frozen=True, kw_only=True, tag="peer_died"):
     incarnation: str
 
 
-ToAgent = Welcome | RefuseNode | SetRole | Drain | FailTransfer | RetargetTransfer | PeerDied
+ToAgent = (
+    Welcome | RefuseNode | SetRole | Drain | Dismiss | FailTransfer | RetargetTransfer | PeerDied
+)

@@ -20,8 +20,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
 
     node: str
     phase: str
-    """``loading``, ``ready``, ``draining``, ``dead`` (waits for a restart) or ``failed`` (will not
-    be restarted).
+    """``loading``, ``ready``, ``draining``, ``left`` (it was drained), ``dead`` (waits for a
+    restart) or ``failed`` (will not be restarted).
     """
     role: str
     stage: str

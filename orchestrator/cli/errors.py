@@ -22,6 +22,10 @@ EXIT_NOT_RUNNING = 3
 """No such cluster is running."""
 
 
+class RefusedError(Exception):
+    """What was asked for is not done; the message says why and what to do."""
+
+
 class TellingGroup(click.Group):
     """A command group that turns this project's errors into messages and exit statuses."""
 
@@ -29,7 +33,7 @@ class TellingGroup(click.Group):
         """Run the chosen command."""
         try:
             result: object = super().invoke(ctx)
-        except (ConfigError, RunningClusterError, ModelError) as error:
+        except (ConfigError, RunningClusterError, ModelError, RefusedError) as error:
             _tell(_lines_of(error))
             raise click.exceptions.Exit(EXIT_REFUSED) from error
         except StartError as error:

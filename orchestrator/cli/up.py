@@ -59,7 +59,7 @@ def down(name: str | None) -> None:
     """Stop the cluster NAME (default: the only one that runs), also what is left of one whose `up`
     was killed.
     """
-    files = _chosen(name)
+    files = chosen_cluster(name)
     record = files.record()
     if record is None or not files.is_running():
         if record is not None:
@@ -67,7 +67,7 @@ def down(name: str | None) -> None:
             files.remove_record()
             click.echo(f"{files.name} was not running; removed what was left of it")
             return
-        raise click.exceptions.Exit(_not_running(files.name))
+        raise click.exceptions.Exit(not_running(files.name))
     os.kill(record.pid, signal.SIGTERM)
     if not _wait_until_stopped(files, _stop_limit_s(files)):
         click.echo(f"{files.name} does not stop; killing it", err=True)
@@ -129,19 +129,21 @@ def _detach(prepared: Plan) -> None:
     raise StartError(f"it did not start; its log is {log_path}", tuple(text.splitlines()[-15:]))
 
 
-def _chosen(name: str | None) -> ClusterFiles:
+def chosen_cluster(name: str | None) -> ClusterFiles:
+    """The cluster NAME, or the only one there is."""
     if name is not None:
         return ClusterFiles(name)
     clusters = known_clusters()
     if len(clusters) == 1:
         return clusters[0]
     if not clusters:
-        raise click.exceptions.Exit(_not_running(None))
+        raise click.exceptions.Exit(not_running(None))
     names = ", ".join(files.name for files in clusters)
     raise click.UsageError(f"several clusters are known ({names}); name one")
 
 
-def _not_running(name: str | None) -> int:
+def not_running(name: str | None) -> int:
+    """Say so; returns the exit status."""
     click.echo(f"no cluster{f' named {name!r}' if name else ''} is running", err=True)
     return EXIT_NOT_RUNNING
 

@@ -9,6 +9,7 @@ import msgspec
 from splitserve.orchestrator.agent.messages import NodeDescription
 
 Leg = Literal["prefill", "decode"]
+DrainVerdict = Literal["draining", "unknown_node", "last_decode_node"]
 
 
 class AcceptNode(msgspec.Struct, frozen=True):
@@ -22,6 +23,32 @@ class RefuseNode(msgspec.Struct, frozen=True):
 
     node: str
     reason: str
+
+
+class DrainNode(msgspec.Struct, frozen=True):
+    """Tell the agent that its node gets no new work."""
+
+    node: str
+    incarnation: str
+    restarts: bool
+
+
+class DismissNode(msgspec.Struct, frozen=True):
+    """Tell the agent that the router has nothing out on its node: its engine ends when it owes no
+    peer anything, or ``at_once``.
+    """
+
+    node: str
+    incarnation: str
+    at_once: bool = False
+
+
+class AnswerDrain(msgspec.Struct, frozen=True):
+    """Tell the operator what became of the request to drain a node."""
+
+    ticket: int
+    verdict: DrainVerdict
+    message: str
 
 
 class StartPair(msgspec.Struct, frozen=True):
@@ -163,6 +190,9 @@ class Timeline(msgspec.Struct, kw_only=True):
 Effect = (
     AcceptNode
     | RefuseNode
+    | DrainNode
+    | DismissNode
+    | AnswerDrain
     | StartPair
     | StartAlone
     | StartPrefill

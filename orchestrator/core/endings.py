@@ -27,9 +27,12 @@ class Endings(Placing):
         return self._end_with_error(request, 503, message, now, retry_after_s=5)
 
     def has_untried_node(self, request: Request) -> bool:
-        """Whether a decode node is usable on which no attempt of the request has failed."""
+        """Whether a decode node is usable, or restarts and will be, on which no attempt of the
+        request has failed.
+        """
         usable = self.membership.usable(DECODE)
-        return any(node.description.incarnation not in request.tried for node in usable)
+        is_there = any(node.description.incarnation not in request.tried for node in usable)
+        return is_there or self.membership.awaits(DECODE)
 
     def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"no node had room for the request: {reason}"

@@ -37,6 +37,22 @@ class NodeDied(msgspec.Struct, frozen=True):
     node: str
     incarnation: str
     cause: str
+    owed_nothing: bool = False
+    """It was drained: nobody needs anything that it had."""
+
+
+class DrainRequested(msgspec.Struct, frozen=True):
+    """An operator wants a node to take no new work, and to go when it owes nothing."""
+
+    ticket: int
+    """Names the operator's request in ``AnswerDrain``."""
+    node: str
+    restarts: bool
+    """It comes back as a new incarnation; otherwise it leaves."""
+    is_forced: bool = False
+    """Also when no other decode node is usable."""
+    timeout_s: float | None = None
+    """Then it goes whatever it owes; None: as long as a request may take."""
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
@@ -125,6 +141,7 @@ Event = (
     | NodeReported
     | NodeDisconnected
     | NodeDied
+    | DrainRequested
     | RequestArrived
     | PrefillAnswered
     | PrefillFailed

@@ -16,6 +16,8 @@ class CoreLimits:
     first_token_deadline_s: float = 300.0
     request_deadline_s: float = 3600.0
     node_silence_limit_s: float = 5.0
+    node_return_limit_s: float = 900.0
+    """Seconds for which requests may wait for a node that was told to restart."""
     max_attempts: int = 2
     """Decode nodes that one request is tried on before its first data."""
     placement: PlacementLimits = field(default_factory=PlacementLimits)

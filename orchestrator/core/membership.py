@@ -21,6 +21,26 @@ PREFILL = "prefill"
 DECODE = "decode"
 
 
+@dataclass(slots=True)
+class Drain:
+    """Why a node gets no new work, and how far its leaving is."""
+
+    restarts: bool
+    due: float
+    """Then it goes, whatever it owes."""
+    is_dismissed: bool = False
+    """The core has nothing out on it; what its engine holds for peers is its agent's to know."""
+    is_overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """A node that will be back as another incarnation."""
+
+    role: str
+    old_incarnation: str
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """One life of an engine. Only ``RouterCore`` changes it."""
@@ -42,6 +62,7 @@ class Node:
     """After a broken leg the node is the last choice until then."""
     chosen_at: int = 0
     """Number of the latest choice; the node chosen longest ago wins a tie."""
+    drain: Drain | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +72,8 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Whether new work may go there."""
-        return self.phase == "ready" and self.is_connected and not self.is_silent
+        is_heard = self.is_connected and not self.is_silent
+        return self.phase == "ready" and is_heard and self.drain is None
 
     @property
     def free_blocks(self) -> int:
@@ -82,6 +104,8 @@ class Membership:
         self.nodes: dict[str, Node] = {}
         self.refused: dict[str, str] = {}
         """Reason of the latest refusal by node name."""
+        self.returning: dict[str, Returning] = {}
+        """Nodes that restart because they were told to, by name, until they are usable again."""
         self._usable: dict[str, list[Node]] = {}
 
     def usable(self, role: str) -> list[Node]:
@@ -91,6 +115,10 @@ class Membership:
             found = [n for n in self.nodes.values() if n.role == role and n.is_usable]
             self._usable[role] = found
         return found
+
+    def awaits(self, role: str) -> bool:
+        """Whether a node of that role restarts and is expected back."""
+        return any(node.role == role for node in self.returning.values())
 
     def changed(self) -> None:
         """To be called after a node came, went, or became usable or not."""

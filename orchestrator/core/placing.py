@@ -72,19 +72,29 @@ class Placing(ABC):
         too.
         """
         effects: list[Effect] = []
-        while self.queue:
-            placed = self._try_place(next(iter(self.queue.values())), now)
+        passed = 0
+        while passed < min(len(self.queue), QUEUE_SCAN_LIMIT_REQUESTS):
+            request = next(islice(self.queue.values(), passed, None))
+            placed = self._try_place(request, now)
             effects += placed
-            if not placed:
+            if not placed and not self._waits_for_return(request):
                 break
+            passed += not placed
         if self._queued_alone and self._missing == "prefill_slot":
-            scanned = islice(self.queue.values(), 1, QUEUE_SCAN_LIMIT_REQUESTS)
+            scanned = islice(self.queue.values(), passed + 1, QUEUE_SCAN_LIMIT_REQUESTS)
             for request in [r for r in scanned if r.arrived.alone_because]:
                 placed = self._try_place(request, now)
                 effects += placed
                 if not placed:
                     break
         return effects
+
+    def _waits_for_return(self, request: Request) -> bool:
+        """Whether the nodes that are there have failed the request, so that it waits for one that
+        restarts: those behind it need not wait for that.
+        """
+        is_last_tried = self._missing == "decode_node" and bool(request.tried)
+        return is_last_tried and bool(self.membership.usable(DECODE))
 
     _missing: Missing = "decode_node"
     """What the latest ``_try_place`` that placed nothing could not find."""

@@ -2,7 +2,7 @@
 
 It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
 is the table in ``lifecycle``; the methods named there are in ``endings``, ``actions`` and
-``recovery``. A request that
+``recovery``; how nodes leave is in ``draining``. A request that
 cannot be placed waits in one bounded queue, first come first served; only a request that needs no
 prefill slot may pass one that waits for a slot.
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
+from splitserve.orchestrator.core.draining import Draining
 from splitserve.orchestrator.core.effects import (
     AcceptNode,
     AnnounceDeath,
@@ -27,7 +28,6 @@ from splitserve.orchestrator.core.effects import (
 from splitserve.orchestrator.core.errors import IllegalTransitionError
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
-from splitserve.orchestrator.core.recovery import Recovery
 from splitserve.orchestrator.core.requests import Request
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DEATHS_LIMIT_INCARNATIONS = 100
 
 
-class RouterCore(Recovery):
+class RouterCore(Draining):
     """All decisions of the router."""
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -58,6 +58,7 @@ class RouterCore(Recovery):
             ev.NodeReported: self._on_node_reported,
             ev.NodeDisconnected: self._on_node_disconnected,
             ev.NodeDied: self._on_node_died,
+            ev.DrainRequested: self._on_drain_requested,
             ev.RequestArrived: self._on_request_arrived,
             ev.PrefillAnswered: self._on_prefill_answered,
             ev.PrefillFailed: self._on_prefill_failed,
@@ -83,13 +84,18 @@ class RouterCore(Recovery):
 
     def next_deadline(self) -> float | None:
         """When ``TimePassed`` is due, None when nothing is waited for."""
-        dues = [queue.next_due() for queue in (*self.deadlines.values(), self.silence)]
+        dues = [queue.next_due() for queue in self._waits]
+        dues += self.drain_dues.values()
         return min((due for due in dues if due is not None), default=None)
 
     @property
     def shortest_wait_s(self) -> float:
-        """No deadline that is armed from now on is due sooner than this."""
-        return min(queue.duration_s for queue in (*self.deadlines.values(), self.silence))
+        """No deadline that is armed from now on is due sooner than this, except that of a drain."""
+        return min(queue.duration_s for queue in self._waits)
+
+    @property
+    def _waits(self) -> tuple[DeadlineQueue[str], ...]:
+        return (*self.deadlines.values(), self.silence, self.returns)
 
     # Nodes
 
@@ -105,6 +111,7 @@ class RouterCore(Recovery):
             self.membership.refused[description.node] = reason
             if known:
                 effects += self._lose(known, reason, now)
+            effects += self._await_no_more(description.node, now)
             return [*effects, RefuseNode(description.node, reason)]
         self.membership.refused.pop(description.node, None)
         if known:
@@ -116,7 +123,8 @@ class RouterCore(Recovery):
         self.silence.arm(description.node, now)
         self._may_place = True
         missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
-        return [*effects, AcceptNode(description.node), *missed]
+        again = self._drain_orders(known) if known else []
+        return [*effects, AcceptNode(description.node), *missed, *again]
 
     def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
         state = event.state
@@ -128,7 +136,10 @@ class RouterCore(Recovery):
         node.note_report(state)
         self.membership.changed()
         self._may_place = True
-        return self._check_waiting(now) if not node.is_usable else []
+        if node.is_usable:
+            self._has_returned(node)
+            return []
+        return [*self._check_drain(node, now), *self._check_waiting(now)]
 
     def _on_node_disconnected(self, event: ev.NodeDisconnected, now: float) -> list[Effect]:
         node = self.membership.find(event.node, event.incarnation)
@@ -147,23 +158,33 @@ class RouterCore(Recovery):
         node = self.membership.find(event.node, event.incarnation)
         if node is not None:
             node.phase = "dead"
-            effects += self._lose(node, f"its engine died ({event.cause})", now)
-        return effects
+            why = f"its engine died ({event.cause})"
+            effects += self._lose(node, why, now, owed_nothing=event.owed_nothing)
+        return [*effects, *self._check_return(event, now, is_news=is_news)]
 
-    def _lose(self, node: Node, why: str, now: float) -> list[Effect]:
+    def _lose(
+        self, node: Node, why: str, now: float, *, owed_nothing: bool = False
+    ) -> list[Effect]:
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
+        self.drain_dues.pop(node.name, None)
         self.membership.changed()
         self.silence.disarm(node.name)
         reason = f"node {node.name} is lost: {why}"
         lost = (Trigger.PREFILL_NODE_LOST, Trigger.DECODE_NODE_LOST)
-        return self._tell_requests_of(node, lost, reason, now)
+        return self._tell_requests_of(node, lost, reason, now, owed_nothing=owed_nothing)
 
     def _tell_requests_of(
-        self, node: Node, triggers: tuple[Trigger, Trigger], reason: str, now: float
+        self,
+        node: Node,
+        triggers: tuple[Trigger, Trigger],
+        reason: str,
+        now: float,
+        *,
+        owed_nothing: bool = False,
     ) -> list[Effect]:
         """Something has happened to a node; ``triggers`` are for requests that it prefills and for
-        those that it decodes.
+        those that it decodes. ``owed_nothing``: requests with their pages need not hear of it.
         """
         for_prefill, for_decode = triggers
         effects: list[Effect] = []
@@ -174,20 +195,12 @@ class RouterCore(Recovery):
             elif choice and choice.decode is node:
                 trigger = for_decode
             elif choice and choice.prefill is node:
+                if owed_nothing and _has_its_pages(request):
+                    continue
                 trigger = for_prefill
             else:
                 continue
             effects += self._apply(request, trigger, now, reason)
-        return effects
-
-    def _check_waiting(self, now: float) -> list[Effect]:
-        """Waiting requests end when there is no decode node left for them to wait for."""
-        effects: list[Effect] = []
-        for request in list(self.queue.values()):
-            if not self.has_untried_node(request):
-                effects += self._apply(
-                    request, Trigger.DECODE_NODE_LOST, now, "no decode node is left for it"
-                )
         return effects
 
     # Requests
@@ -208,7 +221,7 @@ class RouterCore(Recovery):
             return self._end_with_error(
                 request, 503, "the router is stopping", now, retry_after_s=5
             )
-        if not self.membership.usable(DECODE):
+        if not (self.membership.usable(DECODE) or self.membership.awaits(DECODE)):
             return self._end_with_error(
                 request, 503, "no decode node is ready", now, retry_after_s=5
             )
@@ -226,7 +239,8 @@ class RouterCore(Recovery):
                 retry_after_s=self._retry_after_s(now),
             )
         self._enter_queue(request, now)
-        self._may_place = len(self.queue) > 1 and bool(event.alone_because)
+        head = next(iter(self.queue.values()))
+        self._may_place = head is not request and bool(event.alone_because or head.tried)
         return []
 
     def _on_prefill_answered(self, event: ev.PrefillAnswered, now: float) -> list[Effect]:
@@ -286,7 +300,7 @@ class RouterCore(Recovery):
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
         for name in self.silence.take_due(now):
             effects += self._fall_silent(self.membership.nodes[name], now)
-        return effects
+        return effects + self._drain_time_passed(now)
 
     def _fall_silent(self, node: Node, now: float) -> list[Effect]:
         """Said again as long as it lasts: another place to go to may have turned up meanwhile."""
@@ -332,3 +346,11 @@ class RouterCore(Recovery):
         effects = action(request, now, reason)
         assert request.phase in to, f"{trigger} led to {request.phase}"
         return effects
+
+
+def _has_its_pages(request: Request) -> bool:
+    """Whether the prefill node owed this request nothing when it owed nothing at all: its leg was
+    answered, and no decode leg was sent after it.
+    """
+    is_answered = request.phase is Phase.LANDING
+    return is_answered and request.decode_attempt <= request.prefill_attempt

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 
-from splitserve.orchestrator.agent.auth import is_agent_token
+from splitserve.orchestrator.agent.auth import is_agent_token, is_operator_token
 from splitserve.orchestrator.core.events import RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
@@ -24,6 +25,7 @@ from splitserve.orchestrator.router.status import models_of, status_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.core.effects import AnswerDrain
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
@@ -36,8 +38,21 @@ if TYPE_CHECKING:
 
 AGENTS_PATH = "/internal/agents"
 TIMELINE_PATH = "/internal/timeline/"
+NODES_PATH = "/internal/nodes/"
+DRAIN_SUFFIX = "/drain"
+DRAIN_STATUS = {"draining": 202, "unknown_node": 404, "last_decode_node": 409}
 JSON = [(b"content-type", b"application/json")]
 TIMELINES_IN_STATUS_LIMIT = 32
+DRAIN_LIMIT_S = 7 * 24 * 3600.0
+"""Longest deadline of a drain."""
+
+
+class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator sends to ``/internal/nodes/NAME/drain``."""
+
+    restart: bool = False
+    force: bool = False
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=DRAIN_LIMIT_S)] | None = None
 
 
 class Api:
@@ -87,6 +102,8 @@ class Api:
                 route(request, connection)
             elif request.method == "GET" and request.path.startswith(TIMELINE_PATH):
                 self._show_timeline(request, connection)
+            elif request.method == "POST" and _drained_node(request.path):
+                self._drain(request, connection)
             else:
                 raise self._no_such_route(request)
         except ApiError as error:
@@ -97,15 +114,18 @@ class Api:
     def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
-        if not (is_for_agents or self._tenants.are_required):
+        is_for_operators = path.startswith(NODES_PATH)
+        if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
         authorization = None
         for name, value in headers:
             if name == b"authorization":
                 authorization = value
         try:
-            if is_for_agents and not self._is_operator(authorization):
+            if is_for_agents and not is_agent_token(_text(authorization), self._driver.secret):
                 raise ApiError(401, "agents prove that they know the cluster secret")
+            if is_for_operators:
+                self._authenticate_operator(authorization)
             if path in self._generating_paths:
                 self._tenants.authenticate(authorization)
         except ApiError as error:
@@ -190,17 +210,53 @@ class Api:
             raise ApiError(404, "no timeline of a request with that id is kept")
         _send_json(connection, 200, record)
 
+    def _drain(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """A node gets no new work, and leaves or restarts when it owes nothing."""
+        self._authenticate_operator(request.header(b"authorization"))
+        try:
+            wish = msgspec.json.decode(request.body or b"{}", type=DrainBody)
+        except msgspec.DecodeError as error:
+            raise ApiError(400, str(error)) from error
+
+        def answer(order: AnswerDrain) -> None:
+            told = {"verdict": order.verdict, "message": order.message}
+            _send_json(connection, DRAIN_STATUS[order.verdict], told)
+
+        self._driver.drain(
+            _drained_node(request.path),
+            restarts=wish.restart,
+            is_forced=wish.force,
+            timeout_s=wish.timeout_s,
+            answer=answer,
+        )
+
     def _want_websocket(self, request: HttpRequest, connection: HttpConnection) -> None:
         raise ApiError(400, "agents connect by WebSocket")
 
     def _is_operator(self, authorization: bytes | None) -> bool:
-        return is_agent_token((authorization or b"").decode("latin-1"), self._driver.secret)
+        given, secret = _text(authorization), self._driver.secret
+        return is_operator_token(given, secret) or is_agent_token(given, secret)
+
+    def _authenticate_operator(self, authorization: bytes | None) -> None:
+        if not is_operator_token(_text(authorization), self._driver.secret):
+            raise ApiError(401, "this is for operators, who have the token that `up` has left")
 
     def _no_such_route(self, request: HttpRequest) -> ApiError:
         methods = self._methods.get(request.path)
         if methods:
             return ApiError(405, f"{request.path} takes {' and '.join(methods)} only")
         return ApiError(404, f"there is no {request.method} {request.path} here")
+
+
+def _drained_node(path: str) -> str:
+    """The NAME in ``/internal/nodes/NAME/drain``; empty for other paths."""
+    if path.startswith(NODES_PATH) and path.endswith(DRAIN_SUFFIX):
+        return path[len(NODES_PATH) : -len(DRAIN_SUFFIX)]
+    return ""
+
+
+def _text(header: bytes | None) -> str:
+    return (header or b"").decode("latin-1")
 
 
 def _is_json(content_type: bytes | None) -> bool:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
 
+from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
@@ -132,6 +133,8 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
         first_token_deadline_s=router.first_token_deadline_s,
         request_deadline_s=router.request_deadline_s,
         node_silence_limit_s=router.node_silence_limit_s,
+        node_return_limit_s=config.supervision.stop_timeout_s
+        + max(config.pool(pool).startup_timeout_s for pool in POOLS),
         max_attempts=policy.max_attempts,
         placement=PlacementLimits(
             prefill_ahead_requests=router.prefill_ahead_requests,

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import effects as ef
-from splitserve.orchestrator.core.events import DecodeFailed, Event, PrefillFailed, TimePassed
+from splitserve.orchestrator.core.events import (
+    DecodeFailed,
+    DrainRequested,
+    Event,
+    PrefillFailed,
+    TimePassed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +63,8 @@ class CoreDriver:
         self._timer_at = 0.0
         self._shortest_wait_s = core.shortest_wait_s
         self._idle: asyncio.Event | None = None
+        self._operators: dict[int, Callable[[ef.AnswerDrain], None]] = {}
+        self._tickets = itertools.count(1)
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
             ef.StartPrefill: lambda order: self.exchanges[order.request_id].start_prefill(order),
@@ -68,6 +77,9 @@ class CoreDriver:
             ef.EndRequest: self._end_request,
             ef.AcceptNode: agents.accept,
             ef.RefuseNode: agents.refuse,
+            ef.DrainNode: agents.drain,
+            ef.DismissNode: agents.dismiss,
+            ef.AnswerDrain: lambda order: self._operators.pop(order.ticket)(order),
             ef.FailTransfer: agents.fail_transfer,
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
@@ -77,6 +89,22 @@ class CoreDriver:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
         self.tell(event)
+
+    def drain(
+        self,
+        node: str,
+        *,
+        restarts: bool,
+        is_forced: bool,
+        timeout_s: float | None,
+        answer: Callable[[ef.AnswerDrain], None],
+    ) -> None:
+        """An operator wants a node drained; ``answer`` is called with the core's verdict."""
+        ticket = next(self._tickets)
+        self._operators[ticket] = answer
+        self.tell(DrainRequested(ticket, node, restarts, is_forced, timeout_s))
+        # A drain's deadline may be nearer than any that the core arms by itself
+        self._arm_timer()
 
     def tell(self, event: Event) -> None:
         """A fact; its orders are performed before this returns, unless orders are being performed

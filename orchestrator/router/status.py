@@ -26,6 +26,7 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
             name: {"stage": progress.stage, "elapsed_s": progress.elapsed_s}
             for name, progress in sorted(agents.loading.items())
         },
+        "returning": sorted(core.membership.returning),
         "refused": dict(core.membership.refused),
         "last_death": {
             name: {"exit_status": death.exit_status, "likely_cause": death.likely_cause}
@@ -57,6 +58,7 @@ def _node(node: Node) -> dict[str, Any]:
         "pool": description.pool,
         "phase": node.phase,
         "is_usable": node.is_usable,
+        "is_draining": node.drain is not None,
         "is_connected": node.is_connected,
         "is_silent": node.is_silent,
         "incarnation": description.incarnation,
