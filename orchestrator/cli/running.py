@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
+from splitserve.orchestrator.cli.router_client import write_token
 from splitserve.orchestrator.config import dump_resolved, nodes
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
@@ -41,6 +42,7 @@ async def run_cluster(
     files = ClusterFiles(plan.config.name)
     with files.lock():
         files.begin_run(dump_resolved(plan.config))
+        write_token(files, plan.secret)
         launcher = LocalLauncher(
             plan.config,
             files,

@@ -16,6 +16,12 @@ class CoreLimits:
     first_token_deadline_s: float = 300.0
     request_deadline_s: float = 3600.0
     node_silence_limit_s: float = 5.0
+    lease_s: float = 30.0
+    """How long a prefill node may hold what nobody has fetched."""
+    engine_end_limit_s: float = 10.0
+    """Between the order to kill a prefill engine that does not fence and the report of its death;
+    an agent that lost its connection is back within half of this.
+    """
     max_attempts: int = 2
     """Decode nodes that one request is tried on before its first data."""
     placement: PlacementLimits = field(default_factory=PlacementLimits)

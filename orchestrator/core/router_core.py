@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.actions import Actions
+from splitserve.orchestrator.core.audit import Audit, Difference, find
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.effects import (
     AcceptNode,
@@ -25,6 +26,7 @@ from splitserve.orchestrator.core.effects import (
     Timeline,
 )
 from splitserve.orchestrator.core.errors import IllegalTransitionError
+from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
 from splitserve.orchestrator.core.requests import Request
@@ -46,6 +48,8 @@ class RouterCore(Actions):
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
+        self.audit = Audit()
+        self.fencing = Fencing(self.membership, limits.engine_end_limit_s)
         self.is_stopping = False
         self._deaths: OrderedDict[str, None] = OrderedDict()
         """The latest incarnations that died, oldest first: a node that joins may have missed it."""
@@ -90,6 +94,18 @@ class RouterCore(Actions):
         """No deadline that is armed from now on is due sooner than this."""
         return min(queue.duration_s for queue in (*self.deadlines.values(), self.silence))
 
+    def differences(self, now: float) -> list[Difference]:
+        """What engines hold and the core does not know of, or the other way round, as of their
+        latest reports.
+        """
+        self._look(now)
+        return self.audit.differences(now)
+
+    def _look(self, now: float) -> None:
+        nodes = self.membership.nodes.values()
+        found = find(nodes, self.requests, self.ended, self.limits.lease_s, now)
+        self.audit.note(found, now)
+
     # Nodes
 
     def _on_node_joined(self, event: ev.NodeJoined, now: float) -> list[Effect]:
@@ -127,7 +143,10 @@ class RouterCore(Actions):
         node.note_report(state)
         self.membership.changed()
         self._may_place = True
-        return self._check_waiting(now) if not node.is_usable else []
+        if now >= self.audit.due:
+            self._look(now)
+        effects = self.fencing.weigh(node, self._deaths, now)
+        return effects + (self._check_waiting(now) if not node.is_usable else [])
 
     def _on_node_disconnected(self, event: ev.NodeDisconnected, now: float) -> list[Effect]:
         node = self.membership.find(event.node, event.incarnation)
@@ -136,12 +155,14 @@ class RouterCore(Actions):
         node.is_connected = False
         self.membership.changed()
         self.silence.disarm(node.name)
+        self._look(now)
         return self._check_waiting(now)
 
     def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
         is_news = event.incarnation not in self._deaths
         effects: list[Effect] = [AnnounceDeath(event.incarnation)] if is_news else []
         self._deaths[event.incarnation] = None
+        self.fencing.over(event.incarnation)
         while len(self._deaths) > DEATHS_LIMIT_INCARNATIONS:
             self._deaths.popitem(last=False)
         node = self.membership.find(event.node, event.incarnation)
@@ -279,6 +300,7 @@ class RouterCore(Actions):
         for name in self.silence.take_due(now):
             self.membership.nodes[name].is_silent = True
             self.membership.changed()
+            self._look(now)
             effects += self._check_waiting(now)
         return effects
 

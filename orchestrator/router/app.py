@@ -113,6 +113,7 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
         first_token_deadline_s=router.first_token_deadline_s,
         request_deadline_s=router.request_deadline_s,
         node_silence_limit_s=router.node_silence_limit_s,
+        lease_s=config.prefill.transfer.lease_s,
         max_attempts=policy.max_attempts,
         placement=PlacementLimits(
             prefill_ahead_requests=router.prefill_ahead_requests,

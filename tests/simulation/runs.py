@@ -30,6 +30,7 @@ class Result:
     requests: int
     faults: int
     outcomes: dict[str, int]
+    ended_engines: int
 
 
 def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
@@ -54,7 +55,7 @@ def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
     outcomes: dict[str, int] = {}
     for client in cluster.clients.values():
         outcomes[client.outcome] = outcomes.get(client.outcome, 0) + 1
-    return Result(seed, world.steps, requests, faults, outcomes)
+    return Result(seed, world.steps, requests, faults, outcomes, cluster.ended_engines)
 
 
 def is_over(cluster: Cluster) -> bool:

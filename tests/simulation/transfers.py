@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from simulation.memory import LAYERS
+from splitserve.kv_transfer.holdings import HoldingsTaker, QuarantineLimits, RankHoldings
 from splitserve.kv_transfer.messages import (
     Cancel,
     Delivered,
@@ -47,7 +48,9 @@ SILENCE_S = 5.0
 LEASE_S = 10.0
 DEADLINE_S = 20.0
 RETARGET_WAIT_S = 1.0
+FENCE_TIMEOUT_S = 6.0
 PAGE_BYTES = 100
+QUARANTINE_LIMIT_BYTES = 8 * LAYERS * PAGE_BYTES
 BROKEN_WRITE_S = 1.0
 """After this long a write to a host that is cut off fails."""
 
@@ -116,6 +119,11 @@ class Transfers:
             first_tag=number << 32,
         )
         self.copies: dict[int, Copy] = {}
+        self._taker = HoldingsTaker(QuarantineLimits(
+            fence_timeout_s=FENCE_TIMEOUT_S,
+            limit_bytes=QUARANTINE_LIMIT_BYTES,
+            block_bytes=LAYERS * PAGE_BYTES,
+        ))  # fmt: skip
         self._upstreams: dict[str, Upstream] = {}
         self._peers: dict[str, Downstream] = {}
         self._step: StepOrders | None = None
@@ -197,6 +205,10 @@ class Transfers:
         self._finished_receiving.clear()
         self._failed_receiving.clear()
         return taken
+
+    def holdings(self) -> RankHoldings:
+        """What is held for whom."""
+        return self._taker.take(self.sending, self.receiving, self.world.now)
 
     @property
     def is_idle(self) -> bool:
