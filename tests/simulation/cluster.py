@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 ROUTER = "router"
 REPORT_S = 0.5
 RESTART_S = 2.0
+CALM_S = 6.0
+"""So long after the last fault every writer has been asked for its fence again, and has answered,
+and decode engines have reported it.
+"""
 CUT_LEG_S = 3.0
 """After this long a leg over a cut connection is broken for both its ends."""
 LIMITS = CoreLimits(
@@ -95,6 +99,8 @@ class Cluster:
         """Longest time that a page takes to land."""
         self.is_one_host = not self.can_revoke and world.random.random() < 0.5
         """Engines watch each other's processes."""
+        self.fence_timeout_s = 1.0 if world.seed % 2 else 12.0
+        """Shorter than many a fault, and longer."""
         self.core = RouterCore(LIMITS)
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client] = {}
@@ -103,6 +109,8 @@ class Cluster:
         self._is_busy = False
         self.open_faults = 0
         """Faults that have begun and not ended."""
+        self.calm_since = 0.0
+        """When the latest fault ended, or an engine died."""
         self.ended_engines = 0
         """Killed by their agents because of a fence that did not come."""
         self._numbers = 0
@@ -195,6 +203,8 @@ class Cluster:
         engine = self.nodes[node].engine
         if engine is not None and engine.incarnation == incarnation:
             self.world.note(f"{incarnation} is to end: {reason}")
+            if not self.open_faults and self.world.now - self.calm_since > CALM_S:
+                self.world.fail(f"{incarnation} is killed though nothing is wrong: {reason}")
             self.ended_engines += 1
             self.kill(self.nodes[node])
 
@@ -397,6 +407,7 @@ class Cluster:
             return
         self.world.note(f"{engine.incarnation} is killed")
         engine.process.kill()
+        self.calm_since = self.world.now
         node.engine = None
         node.deaths.append(engine.incarnation)
         for leg in list(self.legs.values()):

@@ -48,7 +48,6 @@ SILENCE_S = 5.0
 LEASE_S = 10.0
 DEADLINE_S = 20.0
 RETARGET_WAIT_S = 1.0
-FENCE_TIMEOUT_S = 6.0
 PAGE_BYTES = 100
 QUARANTINE_LIMIT_BYTES = 8 * LAYERS * PAGE_BYTES
 BROKEN_WRITE_S = 1.0
@@ -120,7 +119,7 @@ class Transfers:
         )
         self.copies: dict[int, Copy] = {}
         self._taker = HoldingsTaker(QuarantineLimits(
-            fence_timeout_s=FENCE_TIMEOUT_S,
+            fence_timeout_s=engine.cluster.fence_timeout_s,
             limit_bytes=QUARANTINE_LIMIT_BYTES,
             block_bytes=LAYERS * PAGE_BYTES,
         ))  # fmt: skip
@@ -460,6 +459,9 @@ class Transfers:
             if downstream.last_heard < now - SILENCE_S:
                 self.lose(peer.removesuffix("/0"), f"silent for {SILENCE_S:g} s")
         self._receive(self.receiving.tick(now))
+        for session in self.receiving.sessions():
+            if session.cancel_reason is None and session.deadline <= now:
+                self.world.fail(f"{session.request_id} waits for pages beyond its deadline")
         for address in list(self._upstreams):
             self._keep_alive(address)
         self._post_due()
