@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -31,6 +31,7 @@ from splitserve.orchestrator.agent.messages import (
     AgentHello,
     Dismiss,
     Drain,
+    EndEngine,
     EngineDied,
     FailTransfer,
     LoadingProgress,
@@ -56,7 +57,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
@@ -66,6 +67,8 @@ _log = logging.getLogger(__name__)
 
 STATE_INTERVAL_S = 0.5
 _FLUSH_S = 1.0
+RELAY_LIMIT_ORDERS = 10_000
+"""Orders of the router that may wait for an engine that does not answer; later ones are lost."""
 
 EXIT_STOPPED = 0
 """Asked to stop, or drained."""
@@ -92,6 +95,10 @@ class Life:
     """It ends by order of the router."""
     owed_nothing: bool = False
     """As its engine said when it was dismissed."""
+    end: asyncio.Future[str] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Done, with the reason, when the router wants the engine killed."""
 
 
 class Agent:
@@ -129,6 +136,8 @@ class Agent:
         self._stop = asyncio.Event()
         self._exit_status = EXIT_STOPPED
         self._is_ending = False
+        self._relays: asyncio.Queue[tuple[Life, ToAgent]] = asyncio.Queue(RELAY_LIMIT_ORDERS)
+        """For the engine, in their order: an engine that does not answer holds up only these."""
 
     def stop(self) -> None:
         """Begin to stop: the engine gets ``stop_timeout_s`` to end."""
@@ -138,6 +147,7 @@ class Agent:
         """Returns an exit status when the node has ended; nothing of the engine lives then."""
         link = asyncio.create_task(self._link.run())
         link.add_done_callback(self._on_link_ended)
+        relay = asyncio.create_task(self.relay_orders())
         try:
             self._report_previous_life()
             while True:
@@ -160,6 +170,7 @@ class Agent:
                 if self._stop.is_set():
                     return self._exit_status
         finally:
+            relay.cancel()
             await self._end(link)
 
     def _on_link_ended(self, link: asyncio.Task[None]) -> None:
@@ -179,13 +190,17 @@ class Agent:
         watch = asyncio.create_task(self._watch(life))
         gone = asyncio.create_task(life.engine.gone())
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((watch, gone, stop), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((watch, gone, stop, life.end), return_when=asyncio.FIRST_COMPLETED)
         verdict = ""
-        if watch.done() and not watch.cancelled():
+        if life.end.done():
+            verdict = f"the router ended it: {life.end.result()}"
+        elif watch.done() and not watch.cancelled():
             verdict = self._verdict_of(watch)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        if not gone.done():
+        if life.end.done():
+            await life.engine.kill()
+        elif not gone.done():
             await life.engine.stop(self._config.supervision.stop_timeout_s)
         exit_status = await gone
         stop.cancel()
@@ -328,7 +343,6 @@ class Agent:
     async def _on_message(self, message: ToAgent) -> None:
         """Obey the router."""
         life = self._life
-        endpoint = life.endpoint if life is not None else None
         match message:
             case Welcome():
                 self._refused = ""
@@ -342,17 +356,39 @@ class Agent:
                 self._set_phase("draining")
             case Dismiss() if life is not None and life.incarnation == message.incarnation:
                 life.dismissal = message
-            case FailTransfer(transfer_id=transfer_id, reason=reason) if endpoint is not None:
-                await self._relay(endpoint.fail_transfer(transfer_id, reason), message)
-            case RetargetTransfer() if endpoint is not None:
-                order = Retarget(**structs.asdict(message))
-                await self._relay(endpoint.retarget(order), message)
-            case PeerDied(incarnation=incarnation) if endpoint is not None:
-                await self._relay(endpoint.peer_died(incarnation), message)
+            case EndEngine(incarnation=incarnation, reason=reason):
+                if life is not None and life.incarnation == incarnation and not life.end.done():
+                    _log.warning("killing the engine %s: %s", incarnation, reason)
+                    life.end.set_result(reason)
+            case _ if life is not None and life.endpoint is not None:
+                try:
+                    self._relays.put_nowait((life, message))
+                except asyncio.QueueFull:
+                    _log.warning("lost %r: %d orders wait", message, RELAY_LIMIT_ORDERS)
             case _:
                 _log.debug("nothing to do for %r: no engine is ready", message)
 
-    async def _relay(self, call: Coroutine[Any, Any, None], message: ToAgent) -> None:
+    async def relay_orders(self) -> None:
+        """Hand orders to the engine one by one, for ever; those for an engine that has ended are
+        dropped.
+        """
+        while True:
+            life, message = await self._relays.get()
+            if life.endpoint is not None:
+                await self._relay(life.endpoint, message)
+            self._relays.task_done()
+
+    async def _relay(self, endpoint: Endpoint, message: ToAgent) -> None:
+        match message:
+            case FailTransfer(transfer_id=transfer_id, reason=reason):
+                call = endpoint.fail_transfer(transfer_id, reason)
+            case RetargetTransfer():
+                call = endpoint.retarget(Retarget(**structs.asdict(message)))
+            case PeerDied(incarnation=incarnation):
+                call = endpoint.peer_died(incarnation)
+            case _:
+                _log.warning("%r is not for an engine", message)
+                return
         try:
             await answer_of(call)
         except ENDPOINT_ERRORS as error:
@@ -378,21 +414,12 @@ class Agent:
         self._write_status(status, life)
         if life is None:
             return
-        state = NodeState(node=self.node.name, incarnation=life.incarnation, phase=self.phase)
-        if status is not None:
-            state = NodeState(
-                node=self.node.name,
-                incarnation=life.incarnation,
-                phase=self.phase,
-                running=status.running,
-                waiting=status.waiting,
-                free_blocks=status.free_blocks,
-                total_blocks=status.total_blocks,
-                open_transfers=status.open_transfers,
-                leased_blocks=status.leased_blocks,
-                counters=dict(status.counters),
-            )
-        self._link.fresh(state)
+        self._link.fresh(NodeState(
+            node=self.node.name,
+            incarnation=life.incarnation,
+            phase=self.phase,
+            **(structs.asdict(status) if status is not None else {}),
+        ))  # fmt: skip
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
         """For ``status``; a full disk must not end a healthy engine."""
@@ -428,6 +455,7 @@ class Agent:
                 waiting=status.waiting if status is not None else 0,
                 free_blocks=status.free_blocks if status is not None else 0,
                 total_blocks=status.total_blocks if status is not None else 0,
+                quarantined_blocks=status.quarantined_blocks if status is not None else 0,
                 exit_status=died.exit_status if died is not None else None,
                 likely_cause=died.likely_cause if died is not None else "",
                 last_lines=died.last_lines if died is not None else (),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
+from splitserve.kv_transfer.holdings import Holding
+
 Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
 
@@ -60,6 +62,14 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     open_transfers: int = 0
     leased_blocks: int = 0
     """Blocks that a finished request still holds for a peer."""
+    quarantined_transfers: int = 0
+    quarantined_blocks: int = 0
+    """Blocks of cancelled receives whose writer has neither fenced nor died."""
+    holdings: tuple[Holding, ...] = ()
+    """What the engine holds for its peers, up to a bound."""
+    holdings_left_out: int = 0
+    overdue_writers: tuple[str, ...] = ()
+    """Incarnations that owe this engine a fence for too long: their processes have to end."""
     counters: dict[str, float] = {}
     """Monotonic counters of the connector (pages and bytes sent and received, refused grants,
     recomputed tokens, ...).
@@ -151,6 +161,23 @@ class PeerDied(msgspec.Struct, frozen=True, kw_only=True, tag="peer_died"):
     incarnation: str
 
 
+class EndEngine(msgspec.Struct, frozen=True, kw_only=True, tag="end_engine"):
+    """Kill the engine of this incarnation, all of its processes; the next one is started as after
+    any other death.
+    """
+
+    incarnation: str
+    reason: str
+
+
 ToAgent = (
-    Welcome | RefuseNode | SetRole | Drain | Dismiss | FailTransfer | RetargetTransfer | PeerDied
+    Welcome
+    | RefuseNode
+    | SetRole
+    | Drain
+    | Dismiss
+    | FailTransfer
+    | RetargetTransfer
+    | PeerDied
+    | EndEngine
 )

@@ -20,6 +20,8 @@ EXIT_REFUSED = 2
 """The command line or the configuration is wrong; nothing was started."""
 EXIT_NOT_RUNNING = 3
 """No such cluster is running."""
+EXIT_DIFFERS = 4
+"""An audit has found something that differs."""
 
 
 class RefusedError(Exception):

@@ -7,14 +7,20 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+import click
+
+from splitserve.orchestrator.cli.errors import EXIT_FAILED
+
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
 
 _TIMEOUT_S = 10.0
 
 
-class RouterSilentError(Exception):
+class RouterSilentError(click.ClickException):
     """The router does not answer, or not as this version does; the message says what happened."""
+
+    exit_code = EXIT_FAILED
 
 
 class RouterClient:
@@ -42,6 +48,15 @@ class RouterClient:
         if "verdict" not in answer:
             raise RouterSilentError(f"the router answers {status}: {answer}")
         return answer["verdict"], answer["message"]
+
+    def audit(self) -> dict[str, Any]:
+        """What engines hold and the router does not know of, or the other way round."""
+        status, answer = self._ask("GET", "/internal/audit", None)
+        if status != 200:
+            raise RouterSilentError(
+                f"the router answers {status} to a question for its audit: {answer}"
+            )
+        return answer
 
     def _ask(self, method: str, path: str, body: str | None) -> tuple[int, dict[str, Any]]:
         parts = urlsplit(self._url)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
+from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.running import run_cluster
@@ -81,8 +82,17 @@ def down(name: str | None) -> None:
 @click.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def status(name: str | None, as_json: bool) -> None:
+@click.option("--audit", is_flag=True, help="Compare what the engines hold with what the router "
+    "believes; exit status 4 when anything differs.")  # fmt: skip
+def status(name: str | None, as_json: bool, audit: bool) -> None:
     """Show the clusters of this user: endpoints, nodes, load. Exit status 3 when none runs."""
+    if audit:
+        files = chosen_cluster(name)
+        record = files.record()
+        if record is None or not files.is_running():
+            raise click.exceptions.Exit(not_running(files.name))
+        show_audit(files, record, as_json=as_json)
+        return
     clusters = [ClusterFiles(name)] if name else known_clusters()
     found = [_facts(files, record) for files in clusters if (record := files.record()) is not None]
     if as_json:
@@ -200,6 +210,8 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         used = node["total_blocks"] - node["free_blocks"]
         state = stage_of(msgspec.convert(node, type=NodeStatus))
         blocks = f"{used} of {node['total_blocks']}"
+        if node["quarantined_blocks"]:
+            blocks += f" ({node['quarantined_blocks']} quarantined)"
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], node["role"], state, *numbers)
     console.print(table)

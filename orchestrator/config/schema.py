@@ -157,6 +157,18 @@ class TransferConfig(Section):
     before it computes the prompt itself.
     """
 
+    fence_timeout_s: Seconds = 30.0
+    """Seconds a prefill engine may owe a decode engine its word that it writes no more to pages
+    which nobody wants; then it is killed and started again, since pages come back only with that
+    word or with its end. Never needed with `tcp`.
+    """
+
+    quarantine_limit_bytes: Bytes = 256 * 2**20
+    """Bytes of KV, per tensor-parallel rank of a decode node, that may wait for such a word
+    together; beyond that the prefill engines that owe it longest are killed before
+    `fence_timeout_s` ends. A quarter of `kv_cache_bytes` is a good value.
+    """
+
     host: Host = "127.0.0.1"
     """Address on which the control channel between engines listens, one socket per tensor-parallel
     rank.

@@ -133,6 +133,16 @@ class AnnounceDeath(msgspec.Struct, frozen=True):
     """The one node to tell, which may have missed it; empty for all."""
 
 
+class EndEngine(msgspec.Struct, frozen=True):
+    """Tell the node's agent to kill the engine of that incarnation; its death is reported like any
+    other.
+    """
+
+    node: str
+    incarnation: str
+    reason: str
+
+
 class AnswerError(msgspec.Struct, frozen=True):
     """End the client's answer with an error: a status when nothing was sent yet, else an error
     event.
@@ -202,6 +212,7 @@ Effect = (
     | RetargetTransfer
     | FailTransfer
     | AnnounceDeath
+    | EndEngine
     | AnswerError
     | PassRefusal
     | EndRequest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.core.audit import EndedRequest
 from splitserve.orchestrator.core.effects import AnswerError, Effect, EndRequest, FailTransfer
 from splitserve.orchestrator.core.lifecycle import Phase
 from splitserve.orchestrator.core.membership import DECODE
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.requests import Request
 
 CLIENT_CLOSED_REQUEST = 499
+ENDED_LIMIT_REQUESTS = 10_000
+"""Ended requests that are remembered as owners of what engines still hold."""
 
 
 class Endings(Placing):
@@ -97,4 +100,7 @@ class Endings(Placing):
         if timeline.last_data is None:
             timeline.last_data = now
         del self.requests[request.id]
+        self.ended[request.id] = EndedRequest(now, outcome)
+        while len(self.ended) > ENDED_LIMIT_REQUESTS:
+            self.ended.popitem(last=False)
         return [EndRequest(timeline)]

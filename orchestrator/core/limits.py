@@ -18,6 +18,12 @@ class CoreLimits:
     node_silence_limit_s: float = 5.0
     node_return_limit_s: float = 900.0
     """Seconds for which requests may wait for a node that was told to restart."""
+    lease_s: float = 30.0
+    """How long a prefill node may hold what nobody has fetched."""
+    engine_end_limit_s: float = 10.0
+    """Between the order to kill a prefill engine that does not fence and the report of its death;
+    an agent that lost its connection is back within half of this.
+    """
     max_attempts: int = 2
     """Decode nodes that one request is tried on before its first data."""
     placement: PlacementLimits = field(default_factory=PlacementLimits)

@@ -129,6 +129,13 @@ class Membership:
         node = self.nodes.get(name)
         return node if node and node.description.incarnation == incarnation else None
 
+    def lives_as(self, incarnation: str) -> Node | None:
+        """The node whose engine lives that life."""
+        for node in self.nodes.values():
+            if node.description.incarnation == incarnation:
+                return node
+        return None
+
     def why_refuse(self, description: NodeDescription, role: str) -> str:
         """What keeps a node from taking part, naming both values; empty when nothing does."""
         if role not in (PREFILL, DECODE):

@@ -31,6 +31,7 @@ from splitserve.orchestrator.core.placement import (
 )
 
 if TYPE_CHECKING:
+    from splitserve.orchestrator.core.audit import EndedRequest
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
@@ -54,6 +55,8 @@ class Placing(ABC):
             DeadlineKind.FIRST_TOKEN: DeadlineQueue[str](limits.first_token_deadline_s),
             DeadlineKind.REQUEST: DeadlineQueue[str](limits.request_deadline_s),
         }
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        """The latest requests that are over, for the audit."""
         self._queued_alone = 0
         """How many in the queue need no prefill slot."""
         self._choices = 0

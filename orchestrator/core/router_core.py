@@ -16,6 +16,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.core.audit import Audit, Difference, find
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.draining import Draining
 from splitserve.orchestrator.core.effects import (
@@ -26,6 +27,7 @@ from splitserve.orchestrator.core.effects import (
     Timeline,
 )
 from splitserve.orchestrator.core.errors import IllegalTransitionError
+from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
 from splitserve.orchestrator.core.requests import Request
@@ -47,6 +49,8 @@ class RouterCore(Draining):
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
+        self.audit = Audit()
+        self.fencing = Fencing(self.membership, limits.engine_end_limit_s)
         self.is_stopping = False
         self._deaths: OrderedDict[str, None] = OrderedDict()
         """The latest incarnations that died, oldest first: a node that joins may have missed it."""
@@ -97,6 +101,18 @@ class RouterCore(Draining):
     def _waits(self) -> tuple[DeadlineQueue[str], ...]:
         return (*self.deadlines.values(), self.silence, self.returns)
 
+    def differences(self, now: float) -> list[Difference]:
+        """What engines hold and the core does not know of, or the other way round, as of their
+        latest reports.
+        """
+        self._look(now)
+        return self.audit.differences(now)
+
+    def _look(self, now: float) -> None:
+        nodes = self.membership.nodes.values()
+        found = find(nodes, self.requests, self.ended, self.limits.lease_s, now)
+        self.audit.note(found, now)
+
     # Nodes
 
     def _on_node_joined(self, event: ev.NodeJoined, now: float) -> list[Effect]:
@@ -136,10 +152,13 @@ class RouterCore(Draining):
         node.note_report(state)
         self.membership.changed()
         self._may_place = True
+        if now >= self.audit.due:
+            self._look(now)
+        effects = self.fencing.weigh(node, self._deaths, now)
         if node.is_usable:
             self._has_returned(node)
-            return []
-        return [*self._check_drain(node, now), *self._check_waiting(now)]
+            return effects
+        return [*effects, *self._check_drain(node, now), *self._check_waiting(now)]
 
     def _on_node_disconnected(self, event: ev.NodeDisconnected, now: float) -> list[Effect]:
         node = self.membership.find(event.node, event.incarnation)
@@ -147,12 +166,14 @@ class RouterCore(Draining):
             return []
         node.is_connected = False
         self.membership.changed()
+        self._look(now)
         return self._check_waiting(now)
 
     def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
         is_news = event.incarnation not in self._deaths
         effects: list[Effect] = [AnnounceDeath(event.incarnation)] if is_news else []
         self._deaths[event.incarnation] = None
+        self.fencing.over(event.incarnation)
         while len(self._deaths) > DEATHS_LIMIT_INCARNATIONS:
             self._deaths.popitem(last=False)
         node = self.membership.find(event.node, event.incarnation)
@@ -308,6 +329,7 @@ class RouterCore(Draining):
         self.membership.changed()
         self.silence.arm(node.name, now)
         reason = f"node {node.name} has been silent for {self.limits.node_silence_limit_s:g} s"
+        self._look(now)
         silent = (Trigger.PREFILL_NODE_SILENT, Trigger.DECODE_NODE_SILENT)
         return self._tell_requests_of(node, silent, reason, now)
 

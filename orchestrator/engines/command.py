@@ -77,6 +77,8 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         "lease_s": transfer.lease_s,
         "transfer_deadline_s": transfer.deadline_s,
         "retarget_wait_s": transfer.retarget_wait_s,
+        "fence_timeout_s": transfer.fence_timeout_s,
+        "quarantine_limit_bytes": transfer.quarantine_limit_bytes,
         "stream_min_bytes": transfer.stream_min_bytes,
         "node": node.name,
         "role": node.pool,

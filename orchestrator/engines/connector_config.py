@@ -27,6 +27,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lease_s: float = 30.0
     transfer_deadline_s: float = 120.0
     retarget_wait_s: float = 0.0
+    fence_timeout_s: float = 30.0
+    quarantine_limit_bytes: int = 256 * MIB
     experimental_cuda: bool = False
     node: str = ""
     role: str = ""
@@ -55,6 +57,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             lease_s=self.lease_s,
             deadline_s=self.transfer_deadline_s,
             retarget_wait_s=self.retarget_wait_s,
+            fence_timeout_s=self.fence_timeout_s,
+            quarantine_limit_bytes=self.quarantine_limit_bytes,
         )
 
 

@@ -154,6 +154,10 @@ class AgentHub:
             if order.node in ("", name):
                 connection.send(msg.PeerDied(incarnation=order.incarnation))
 
+    def end_engine(self, order: ef.EndEngine) -> None:
+        _log.error("the engine %s of %s is to end: %s", order.incarnation, order.node, order.reason)
+        self._send(order.node, msg.EndEngine(incarnation=order.incarnation, reason=order.reason))
+
     def _send(self, node: str, frame: msg.ToAgent) -> None:
         connection = self._connections.get(node)
         if connection is not None:

@@ -20,7 +20,7 @@ from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
-from splitserve.orchestrator.router.status import models_of, status_of
+from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Route = Callable[[HttpRequest, HttpConnection], None]
 
 AGENTS_PATH = "/internal/agents"
+AUDIT_PATH = "/internal/audit"
 TIMELINE_PATH = "/internal/timeline/"
 NODES_PATH = "/internal/nodes/"
 DRAIN_SUFFIX = "/drain"
@@ -89,6 +90,7 @@ class Api:
             ("GET", "/metrics"): self._show_metrics,
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
+            ("GET", AUDIT_PATH): self._show_audit,
         }
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
@@ -194,11 +196,19 @@ class Api:
         connection.answer(200, headers, self._metrics.render())
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
-        if self._tenants.are_required and not self._is_operator(request.header(b"authorization")):
-            raise ApiError(401, "the status is for those who know the cluster secret")
+        self._only_for_operators(request)
         status = status_of(self._driver.core, self._agents)
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
         _send_json(connection, 200, status)
+
+    def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._only_for_operators(request)
+        _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _only_for_operators(self, request: HttpRequest) -> None:
+        """Raises ``ApiError`` 401 where keys are on and the caller has shown only one of those."""
+        if self._tenants.are_required and not self._is_operator(request.header(b"authorization")):
+            raise ApiError(401, "the status is for those who know the cluster secret")
 
     def _show_timeline(self, request: HttpRequest, connection: HttpConnection) -> None:
         """One request's timeline, to its tenant or to an operator."""

@@ -135,6 +135,7 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
         node_silence_limit_s=router.node_silence_limit_s,
         node_return_limit_s=config.supervision.stop_timeout_s
         + max(config.pool(pool).startup_timeout_s for pool in POOLS),
+        lease_s=config.prefill.transfer.lease_s,
         max_attempts=policy.max_attempts,
         placement=PlacementLimits(
             prefill_ahead_requests=router.prefill_ahead_requests,

@@ -83,6 +83,7 @@ class CoreDriver:
             ef.FailTransfer: agents.fail_transfer,
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
+            ef.EndEngine: agents.end_engine,
         }
 
     def admit(self, exchange: Exchange, event: Event) -> None:

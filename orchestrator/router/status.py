@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
@@ -33,6 +35,12 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
             for name, death in sorted(agents.last_death.items())
         },
     }
+
+
+def audit_of(core: RouterCore, now: float) -> dict[str, Any]:
+    """What the engines hold and the core does not know of, or the other way round."""
+    differences = [msgspec.to_builtins(difference) for difference in core.differences(now)]
+    return {"nodes": sorted(core.membership.nodes), "differences": differences}
 
 
 def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[str, Any]:
@@ -76,5 +84,7 @@ def _node(node: Node) -> dict[str, Any]:
         "free_blocks": state.free_blocks if state else None,
         "open_transfers": state.open_transfers if state else None,
         "leased_blocks": state.leased_blocks if state else None,
+        "quarantined_transfers": state.quarantined_transfers if state else None,
+        "quarantined_blocks": state.quarantined_blocks if state else None,
         "counters": state.counters if state else {},
     }

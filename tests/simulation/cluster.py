@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import structs
+
 from simulation.engine import WRONG, Engine, EngineRequest, token
 from simulation.memory import BLOCK_TOKENS, blocks_for
 from simulation.network import Network
+from simulation.transfers import LEASE_S
 from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, Order, PeerIsDead
 from splitserve.kv_transfer.orders import Retarget
 from splitserve.kv_transfer.transfer_params import TransferParams
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 ROUTER = "router"
 REPORT_S = 0.5
 RESTART_S = 2.0
+CALM_S = 6.0
+"""So long after the last fault every writer has been asked for its fence again, and has answered,
+and decode engines have reported it.
+"""
 CUT_LEG_S = 3.0
 """After this long a leg over a cut connection is broken for both its ends."""
 LIMITS = CoreLimits(
@@ -33,6 +40,7 @@ LIMITS = CoreLimits(
     first_token_deadline_s=40.0,
     request_deadline_s=60.0,
     node_silence_limit_s=3.0,
+    lease_s=LEASE_S,
     placement=PlacementLimits(default_output_tokens=8),
 )
 
@@ -97,6 +105,8 @@ class Cluster:
         """What each step of an engine takes beside its tokens."""
         self.is_one_host = not self.can_revoke and world.random.random() < 0.5
         """Engines watch each other's processes."""
+        self.fence_timeout_s = 1.0 if world.seed % 2 else 12.0
+        """Shorter than many a fault, and longer."""
         self.core = RouterCore(LIMITS)
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client] = {}
@@ -105,6 +115,10 @@ class Cluster:
         self._is_busy = False
         self.open_faults = 0
         """Faults that have begun and not ended."""
+        self.calm_since = 0.0
+        """When the latest fault ended, or an engine died."""
+        self.ended_engines = 0
+        """Killed by their agents because of a fence that did not come."""
         self._numbers = 0
         self._timer_at: float | None = None
         for role, count in (("prefill", prefill), ("decode", decode)):
@@ -181,6 +195,8 @@ class Cluster:
                 for node in self.nodes.values():
                     if only in ("", node.name):
                         self._order(node, PeerIsDead(incarnation))
+            case ef.EndEngine(node, incarnation, reason):
+                self.network.send(ROUTER, node, self._end_engine, node, incarnation, reason)
             case ef.AnswerError(request_id, status, message):
                 self.clients[request_id].ends.append(f"{status} {message}")
             case ef.EndRequest(timeline):
@@ -204,6 +220,16 @@ class Cluster:
     def _relay(self, node: Node, order: Order) -> None:
         if node.engine is not None:
             node.engine.process.at(0.0, node.engine.order, order)
+
+    def _end_engine(self, node: str, incarnation: str, reason: str) -> None:
+        """The agent kills its engine, if it is still that one."""
+        engine = self.nodes[node].engine
+        if engine is not None and engine.incarnation == incarnation:
+            self.world.note(f"{incarnation} is to end: {reason}")
+            if not self.open_faults and self.world.now - self.calm_since > CALM_S:
+                self.world.fail(f"{incarnation} is killed though nothing is wrong: {reason}")
+            self.ended_engines += 1
+            self.kill(self.nodes[node])
 
     def _end(self, timeline: ef.Timeline) -> None:
         client = self.clients[timeline.request_id]
@@ -381,8 +407,7 @@ class Cluster:
             if node.is_known:
                 node.is_known = False
                 if node.engine is not None:
-                    incarnation = node.engine.incarnation
-                    self.world.at(CUT_LEG_S, self.tell, ev.NodeDisconnected(node.name, incarnation))
+                    self.world.at(CUT_LEG_S, self._lose, node, node.engine.incarnation)
             return
         while node.deaths:
             died = ev.NodeDied(node.name, node.deaths.pop(0), "killed")
@@ -394,18 +419,14 @@ class Cluster:
             self._join(node)
         if engine.process.is_stopped:
             return
-        status = engine.legs.status()
-        state = NodeState(
-            node=node.name,
-            incarnation=engine.incarnation,
-            phase="ready",
-            running=status.running,
-            waiting=status.waiting,
-            free_blocks=status.free_blocks,
-            total_blocks=status.total_blocks,
-            leased_blocks=status.leased_blocks,
-        )
+        status = structs.asdict(engine.legs.status())
+        state = NodeState(node=node.name, incarnation=engine.incarnation, phase="ready", **status)
         self.network.send(node.name, ROUTER, self.tell, ev.NodeReported(state))
+
+    def _lose(self, node: Node, incarnation: str) -> None:
+        """The router notices that a connection is gone, unless another one speaks for the node."""
+        if not node.is_known:
+            self.tell(ev.NodeDisconnected(node.name, incarnation))
 
     def kill(self, node: Node) -> None:
         """The engine is killed with -9; its agent starts another one."""
@@ -414,6 +435,7 @@ class Cluster:
             return
         self.world.note(f"{engine.incarnation} is killed")
         engine.process.kill()
+        self.calm_since = self.world.now
         node.engine = None
         node.deaths.append(engine.incarnation)
         for leg in list(self.legs.values()):
@@ -446,6 +468,8 @@ class Cluster:
             promised = (known.prefill_legs, known.decode_legs, known.committed_blocks)
             if any(promised):
                 found.append(f"router: {known.name} has legs and blocks {promised}")
+        for difference in self.core.audit.differences(self.world.now):
+            found.append(f"audit of {difference.node}: {difference}")
         found += [f"{c.request_id} has no end" for c in self.clients.values() if not c.outcome]
         return found
 

@@ -104,6 +104,8 @@ class Engine:
             running=states.count(State.RUNNING),
             waiting=states.count(State.WAITING) + states.count(State.PARKED),
             free_blocks=self.memory.free_blocks,
+            rank_holdings=[self.transfers.holdings()],
+            now=self.world.now,
         )
 
     # -- from outside --------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Result:
     requests: int
     faults: int
     outcomes: dict[str, int]
+    ended_engines: int
 
 
 def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
@@ -57,7 +58,7 @@ def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
     outcomes: dict[str, int] = {}
     for client in cluster.clients.values():
         outcomes[client.outcome] = outcomes.get(client.outcome, 0) + 1
-    return Result(seed, world.steps, requests, faults, outcomes)
+    return Result(seed, world.steps, requests, faults, outcomes, cluster.ended_engines)
 
 
 def is_over(cluster: Cluster) -> bool:
@@ -68,15 +69,22 @@ def is_over(cluster: Cluster) -> bool:
     )
 
 
-def _for_a_while(cluster: Cluster, begin: Callable[[], None], end: Callable[[], None]) -> None:
+def _for_a_while(
+    cluster: Cluster,
+    begin: Callable[[], None],
+    end: Callable[[], None],
+    seconds: float | None = None,
+) -> None:
     begin()
     cluster.open_faults += 1
 
     def over() -> None:
         cluster.open_faults -= 1
+        cluster.calm_since = cluster.world.now
         end()
 
-    seconds = min(LONGEST_FAULT_S, cluster.world.random.expovariate(1 / 3))
+    if seconds is None:
+        seconds = min(LONGEST_FAULT_S, cluster.world.random.expovariate(1 / 3))
     cluster.world.at(seconds, over)
 
 
@@ -110,6 +118,26 @@ def _pause(cluster: Cluster, node: Node) -> None:
     cluster.world.note(f"{engine.incarnation} is stopped")
     process = engine.process
     _for_a_while(cluster, process.stop, process.go_on)
+
+
+def hang(cluster: Cluster) -> None:
+    """A prefill engine is stopped for long in the middle of its work, and nobody waits for it."""
+    busy = [
+        node
+        for node in cluster.core.membership.nodes.values()
+        if node.prefill_legs and cluster.nodes[node.name].engine is not None
+    ]
+    if not busy:
+        return
+    node = cluster.world.random.choice(busy)
+    engine = cluster.nodes[node.name].engine
+    assert engine is not None
+    cluster.world.note(f"{engine.incarnation} is stopped, and its clients leave")
+    process = engine.process
+    _for_a_while(cluster, process.stop, process.go_on, LONGEST_FAULT_S)
+    for request in list(cluster.core.requests.values()):
+        if request.choice is not None and request.choice.prefill is node:
+            cluster.leave(request.id)
 
 
 def slow(cluster: Cluster) -> None:
@@ -171,4 +199,4 @@ def preempt(cluster: Cluster) -> None:
         engine.process.at(random.random(), engine.preempt)
 
 
-FAULTS = [kill, pause, slow, partition, weather, leave, preempt, preempt, strike_stream]
+FAULTS = [kill, pause, hang, slow, partition, weather, leave, preempt, preempt, strike_stream]

@@ -23,6 +23,7 @@ def test_no_seed_violates_an_invariant() -> None:
     assert steps > SEEDS * 1000
     assert sum(o.get("ok", 0) for o in outcomes.values()) > SEEDS * 8
     assert all(sum(o.values()) == 16 for o in outcomes.values())
+    assert sum(result.ended_engines for result in results) > SEEDS / 40
 
 
 def test_a_seed_gives_the_same_run() -> None:

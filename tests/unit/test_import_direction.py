@@ -34,6 +34,7 @@ PURE = (
     "kv_transfer/session*.py",
     "kv_transfer/*_book.py",
     "kv_transfer/layout.py",
+    "kv_transfer/holdings.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}

@@ -8,6 +8,7 @@ What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in o
 from __future__ import annotations
 
 from collections import Counter
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
@@ -184,6 +185,8 @@ class Connector:
             waiting=scheduler.waiting_requests,
             free_blocks=scheduler.pool.free_blocks,
             rank_counters=[own, *(thread.counters() for thread in self._threads)],
+            rank_holdings=[thread.holdings() for thread in self._threads],
+            now=monotonic(),
         )
 
 

@@ -18,11 +18,13 @@ from splitserve.orchestrator.agent.agent import Agent, Life
 from splitserve.orchestrator.agent.messages import (
     Dismiss,
     Drain,
+    EndEngine,
     FailTransfer,
     PeerDied,
     RefuseNode,
     RetargetTransfer,
     SetRole,
+    ToAgent,
     Welcome,
 )
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
@@ -98,6 +100,14 @@ class Rig:
         assert found is not None
         return found
 
+    async def obey(self, message: ToAgent) -> None:
+        """The router orders something, and the engine has been told of it."""
+        await self.agent._on_message(message)
+        relay = asyncio.create_task(self.agent.relay_orders())
+        async with asyncio.timeout(20):
+            await self.agent._relays.join()
+        relay.cancel()
+
     async def watch(self) -> str:
         """Report states until the agent has a reason to end."""
         endpoint: Any = self.endpoint
@@ -106,7 +116,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """With short intervals."""
     monkeypatch.setattr(subject, "STATE_INTERVAL_S", 0.002)
     return Rig(tmp_path)
@@ -114,9 +124,9 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 async def test_orders_are_relayed_to_the_engine(rig: Rig) -> None:
     """Each as the endpoint knows it."""
-    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="refused"))
-    await rig.agent._on_message(PeerDied(incarnation="P"))
-    await rig.agent._on_message(
+    await rig.obey(FailTransfer(transfer_id="t", reason="refused"))
+    await rig.obey(PeerDied(incarnation="P"))
+    await rig.obey(
         RetargetTransfer(
             transfer_id="t",
             attempt=2,
@@ -137,11 +147,24 @@ async def test_an_order_that_the_engine_does_not_take_is_said(
 ) -> None:
     """The connection to the router lives on."""
     rig.endpoint.error = OSError("10,000 orders wait")
-    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="x"))
+    await rig.obey(FailTransfer(transfer_id="t", reason="x"))
     assert "the engine did not take FailTransfer(transfer_id='t'" in caplog.text
     rig.life.endpoint = None
-    await rig.agent._on_message(PeerDied(incarnation="P"))
+    await rig.obey(PeerDied(incarnation="P"))
     assert rig.endpoint.told == [("fail", "t", "x")]
+
+
+async def test_an_engine_that_does_not_answer_holds_up_no_other_order(rig: Rig) -> None:
+    """Orders for the engine wait; the order to end it does not. Both are for one life only."""
+    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="x"))
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-older", reason="late"))
+    assert not rig.life.end.done()
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="it owes a fence"))
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="said again"))
+    assert rig.life.end.result() == "it owes a fence"
+    rig.life.endpoint = None
+    await rig.obey(PeerDied(incarnation="P"))
+    assert rig.endpoint.told == []
 
 
 async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:

@@ -61,6 +61,8 @@ def test_flags_that_every_engine_gets(engine: str) -> None:
         "lease_s": 7,
         "transfer_deadline_s": 60,
         "retarget_wait_s": 2.0,
+        "fence_timeout_s": 30.0,
+        "quarantine_limit_bytes": 2**28,
         "stream_min_bytes": 2**20,
         "node": "prefill-1",
         "role": "prefill",
