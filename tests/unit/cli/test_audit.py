@@ -67,7 +67,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Router]:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     with files.lock():
-        files.begin_run(b"{}", operator_token(SECRET))
+        files.begin_run("{}", operator_token(SECRET))
         files.write_record(
             ClusterRecord(
                 name="c",
