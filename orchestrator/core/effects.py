@@ -98,6 +98,15 @@ class AnnounceDeath(msgspec.Struct, frozen=True):
     """The one node to tell, which may have missed it; empty for all."""
 
 
+class ReportBreaker(msgspec.Struct, frozen=True):
+    """Tell people that a node's circuit breaker has changed, and after which fault."""
+
+    node: str
+    leg: Leg
+    state: str
+    reason: str
+
+
 class AnswerError(msgspec.Struct, frozen=True):
     """End the client's answer with an error: a status when nothing was sent yet, else an error
     event.
@@ -161,6 +170,7 @@ Effect = (
     | RetargetTransfer
     | FailTransfer
     | AnnounceDeath
+    | ReportBreaker
     | AnswerError
     | PassRefusal
     | EndRequest

@@ -44,6 +44,7 @@ class Trigger(Enum):
     DECODE_ENDED = "decode ended"
     PREFILL_NODE_LOST = "prefill node lost"
     DECODE_NODE_LOST = "decode node lost"
+    DISPLACED = "displaced"
     CLIENT_GONE = "client gone"
     DEADLINE = "deadline"
     STOPPING = "router stopping"
@@ -101,6 +102,7 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.QUEUED, _T.PLACED_ALONE): Row("start_alone", (_P.ALONE,)),
     (_P.QUEUED, _T.PREFILL_NODE_LOST): Row("stay", (_P.QUEUED,)),
     (_P.QUEUED, _T.DECODE_NODE_LOST): Row("check_pool", (_P.QUEUED, _P.ENDED)),
+    (_P.QUEUED, _T.DISPLACED): Row("answer_full", (_P.ENDED,)),
     (_P.QUEUED, _T.CLIENT_GONE): Row("cancel", (_P.ENDED,)),
     (_P.QUEUED, _T.DEADLINE): Row("answer_no_capacity", (_P.ENDED,)),
     (_P.QUEUED, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
 
+from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
@@ -107,6 +108,7 @@ async def start(
 def limits_of(config: ClusterConfig) -> CoreLimits:
     """The core's bounds as the cluster YAML sets them."""
     router, policy = config.router, config.policy
+    breaker = policy.breaker
     return CoreLimits(
         queue_limit_requests=router.queue_limit_requests,
         queue_timeout_s=router.queue_timeout_s,
@@ -119,6 +121,13 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
             prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
         ),
+        breaker=BreakerLimits(
+            failures=breaker.failures,
+            window_s=breaker.window_s,
+            open_s=breaker.open_s,
+            open_limit_s=breaker.open_limit_s,
+        ),
+        tenant_weights={key.tenant: key.weight for key in config.security.api_keys},
     )
 
 

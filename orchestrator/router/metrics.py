@@ -23,6 +23,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from splitserve.orchestrator.core.breaker import BreakerState
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.router_core import RouterCore
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _NODE_COUNTERS_LIMIT = 64
 """Different counters of connectors that are shown; the sum of all others is ``other``."""
 
@@ -186,6 +189,7 @@ class _CoreCollector(Collector):
         yield self._per_node(
             "committed_blocks", "Blocks promised by the router", nodes, lambda n: n.committed_blocks
         )
+        yield from self._breakers(nodes)
         for field in ("running", "waiting", "free_blocks", "open_transfers", "leased_blocks"):
             yield self._per_node(
                 field,
@@ -204,6 +208,27 @@ class _CoreCollector(Collector):
             for name, value in shown:
                 counters.add_metric([node.name, name], value)
         yield counters
+
+    @staticmethod
+    def _breakers(nodes: list[Node]) -> Iterable[Metric]:
+        labels = ("node", "leg")
+        state = GaugeMetricFamily(
+            "splitserve_node_breaker_state",
+            "Circuit breaker: 0 closed, 1 half open (one leg tries the node), 2 open",
+            labels=labels,
+        )
+        openings = CounterMetricFamily(
+            "splitserve_node_breaker_openings", "How often the breaker has opened", labels=labels
+        )
+        for node in nodes:
+            for leg, breaker in (
+                ("prefill", node.prefill_breaker),
+                ("decode", node.decode_breaker),
+            ):
+                state.add_metric([node.name, leg], _BREAKER_VALUES[breaker.state])
+                openings.add_metric([node.name, leg], breaker.openings)
+        yield state
+        yield openings
 
     def _per_node(
         self, name: str, text: str, nodes: list[Node], value: Callable[[Node], float]
