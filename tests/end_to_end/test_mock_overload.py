@@ -26,7 +26,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SECRET = bytes(range(32))
 LIMIT_S = 60.0
-QUEUE_LIMIT = 16
+QUEUE_LIMIT = 32
+RUNNING = 2
+"""Requests that the prefill nodes hold, one each, while they are held."""
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 NODES = (*PREFILL, *DECODE)
 CLUSTER = """
@@ -34,7 +36,7 @@ name: mock-overload
 engine: mock
 model: {path: mock}
 router:
-  {port: 0, queue_limit_requests: 16, prefill_ahead_requests: 0, prefill_batch_tokens: 0,
+  {port: 0, queue_limit_requests: 32, prefill_ahead_requests: 0, prefill_batch_tokens: 0,
    node_silence_limit_s: 2}
 prefill: &pool
   replicas: 2
@@ -57,21 +59,39 @@ class Shared:
     cluster: Cluster
     session: aiohttp.ClientSession
 
+    @property
+    def url(self) -> str:
+        """The router's."""
+        return str(self.cluster.client.base_url).removesuffix("/v1/")
+
     def client(self, tenant: str) -> openai.AsyncOpenAI:
         """That tenant's."""
         return self.cluster.client.with_options(api_key=f"sk-{tenant}", timeout=LIMIT_S)
 
-    async def text(self, prompt: list[int], tenant: str = "a", tokens: int = TOKENS) -> str:
-        """The router's answer."""
+    async def text(
+        self, prompt: list[int], tenant: str = "a", tokens: int = TOKENS, name: str = ""
+    ) -> str:
+        """The router's answer; ``name`` is for ``dispatched``."""
         answer = await self.client(tenant).completions.create(
-            model="mock", prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
+            model="mock",
+            prompt=prompt,
+            max_tokens=tokens,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Id": name} if name else None,
         )
         return answer.choices[0].text
 
+    async def dispatched(self, name: str) -> float | None:
+        """When that request was sent to its nodes, in milliseconds; None when it never was."""
+        async with self.session.get(f"{self.url}/internal/timeline/{name}") as response:
+            assert response.status == 200
+            record = await response.json()
+        after = record["dispatched_ms"]
+        return None if after is None else record["received_unix_s"] * 1000 + after
+
     async def status(self) -> dict[str, Any]:
         """The router's view."""
-        url = str(self.cluster.client.base_url).removesuffix("/v1/") + "/internal/status"
-        async with self.session.get(url) as response:
+        async with self.session.get(f"{self.url}/internal/status") as response:
             assert response.status == 200
             found: dict[str, Any] = await response.json()
             return found
@@ -159,9 +179,10 @@ async def test_overload_ends_with_the_load(shared: Shared) -> None:
     All clients give up; then nothing is left, and a fresh request is answered.
     """
     await shared.faults(PREFILL, hold_at_layer=2)
-    tasks = start(*(shared.text(prompt_of(100 + n, start=n)) for n in range(40)))
+    room = QUEUE_LIMIT + RUNNING
+    tasks = start(*(shared.text(prompt_of(100 + n, start=n)) for n in range(room + 22)))
     status = await shared.until(lambda s: sum(t.done() for t in tasks) == 22, "refusals")
-    assert load(status) == (QUEUE_LIMIT, 2)
+    assert load(status) == (QUEUE_LIMIT, RUNNING)
     for task in tasks:
         if task.done():
             error = task.exception()
@@ -182,27 +203,28 @@ async def test_two_tenants_take_turns(shared: Shared) -> None:
     sent among the first, in turn with the others.
     """
     await shared.faults(PREFILL, hold_at_layer=2)
-    flood = start(*(shared.text(prompt_of(100, start=600 + n)) for n in range(2 + QUEUE_LIMIT)))
-    await shared.until(lambda s: load(s) == (QUEUE_LIMIT, 2), "full queue")
-    polite = start(*(shared.text(prompt_of(100, start=700 + n), "b") for n in range(3)))
+    names = [f"a{n}" for n in range(QUEUE_LIMIT + RUNNING)] + [f"b{n}" for n in range(3)]
+
+    def ask(name: str) -> Coroutine[Any, Any, str]:
+        prompt = prompt_of(100, start=600 + names.index(name))
+        return shared.text(prompt, name[0], name=name)
+
+    flood = start(*(ask(name) for name in names[:-3]))
+    await shared.until(lambda s: load(s) == (QUEUE_LIMIT, RUNNING), "full queue")
+    polite = start(*(ask(name) for name in names[-3:]))
     await shared.until(
         lambda s: s["requests"]["waiting_by_tenant"] == {"a": QUEUE_LIMIT - 3, "b": 3}, "b's turn"
     )
     await shared.faults(PREFILL)
-    for number, task in enumerate(polite):
-        assert await task == alone(prompt_of(100, start=700 + number))
+    for name, task in zip(names[-3:], polite, strict=True):
+        assert await task == alone(prompt_of(100, start=600 + names.index(name)))
     results = await asyncio.gather(*flood, return_exceptions=True)
     refused = [r for r in results if isinstance(r, openai.RateLimitError)]
     assert len(refused) == 3
-    assert sum(isinstance(r, str) for r in results) == QUEUE_LIMIT - 1
-    timelines = (await shared.status())["timelines"][-(QUEUE_LIMIT + 5) :]
-    sent = sorted(
-        (record["received_unix_s"] * 1000 + record["dispatched_ms"], record["tenant"])
-        for record in timelines
-        if record["dispatched_ms"] is not None
-    )
-    tenants = "".join(tenant for _, tenant in sent)
-    assert tenants[2:10].count("b") == 3, tenants
+    assert sum(isinstance(r, str) for r in results) == len(flood) - 3
+    sent = [(at, name) for name in names if (at := await shared.dispatched(name)) is not None]
+    tenants = "".join(name[0] for _, name in sorted(sent))
+    assert tenants[RUNNING : RUNNING + 8].count("b") == 3, tenants
     await shared.until_idle()
 
 
@@ -235,17 +257,17 @@ async def test_clients_mistakes_change_no_node(shared: Shared) -> None:
 
 
 async def test_equal_nodes_get_equal_shares(shared: Shared) -> None:
-    """Two hundred distinct prompts of one length, sixteen at a time: each node does half of it,
+    """Four hundred distinct prompts of one length, thirty-two at a time: each node does half of it,
     give or take a tenth.
     """
     before = {name: await shared.counters(name) for name in NODES}
-    prompts = [prompt_of(64, start=1000 + n) for n in range(200)]
+    prompts = [prompt_of(64, start=1000 + n) for n in range(400)]
 
     async def worker(mine: list[list[int]]) -> None:
         for prompt in mine:
             assert await shared.text(prompt, tokens=2) == alone(prompt, 2)
 
-    await asyncio.gather(*(worker(prompts[n::16]) for n in range(16)))
+    await asyncio.gather(*(worker(prompts[n::32]) for n in range(32)))
     for names, counter in ((PREFILL, "prompt_tokens_computed"), (DECODE, "received_transfers")):
         gained = [(await shared.counters(n))[counter] - before[n].get(counter, 0) for n in names]
         for count in gained:
