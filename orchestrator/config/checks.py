@@ -54,6 +54,12 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
     if not config.allow_shared_devices:
         problems += _shared(config, "cpus") + _shared(config, "gpus")
     problems += _port_overlaps(config) + _weight_differences(config)
+    breaker = config.policy.breaker
+    if breaker.open_limit_s < breaker.open_s:
+        problems.append(
+            f"policy.breaker.open_limit_s is {breaker.open_limit_s:g} but policy.breaker.open_s is"
+            f" {breaker.open_s:g}: the longest delay cannot be shorter than the first"
+        )
     if not is_loopback(config.router.host) and not config.security.api_keys:
         problems.append(
             f"router.host: {config.router.host} serves the network without any key; add "

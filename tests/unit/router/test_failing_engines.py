@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 from router_stubs.cluster import StubCluster, completion, stub_cluster, until
 from router_stubs.engine import Asked, plain_answer, send
 
+from splitserve.orchestrator.config import ClusterConfig
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.router import core_driver
+from splitserve.orchestrator.router.app import limits_of
 from splitserve.orchestrator.router.engine_client import EngineClient
 
 if TYPE_CHECKING:
@@ -105,6 +108,23 @@ async def test_an_engine_that_restarts_between_two_requests_is_not_missed() -> N
                 await engine.start(engine.port)
         assert (await cluster.post()).status == 200
         await cluster.idle()
+
+
+def test_the_yaml_reaches_the_core() -> None:
+    """Every key of the breaker, and the tenants' weights."""
+    config = ClusterConfig.model_validate(
+        {
+            "engine": "mock",
+            "model": {"path": "x"},
+            "policy": {
+                "breaker": {"failures": 7, "window_s": 8.0, "open_s": 9.0, "open_limit_s": 10.0}
+            },
+            "security": {"api_keys": [{"tenant": "a", "key_env": "K", "weight": 3.0}]},
+        }
+    )
+    limits = limits_of(config)
+    assert limits.breaker == BreakerLimits(7, 8.0, 9.0, 10.0)
+    assert limits.tenant_weights == {"a": 3.0}
 
 
 def test_idle_connections_are_given_up_before_the_engine_does() -> None:
