@@ -124,7 +124,8 @@ async def stub_cluster(
     **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
     """A running cluster; everything is stopped afterwards."""
-    router_settings = {"port": 0} | router_settings
+    # The agents of stubs report once
+    router_settings = {"port": 0, "node_silence_limit_s": 600.0} | router_settings
     config = ClusterConfig.model_validate(
         {
             "engine": "mock",

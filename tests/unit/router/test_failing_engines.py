@@ -46,7 +46,7 @@ async def test_a_failing_node_is_shut_out_and_shown(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     state = 'splitserve_node_breaker_state{leg="decode",node="d0"}'
     policy = {"breaker": {"failures": 2, "open_s": 0.05}}
-    async with stub_cluster("d0", "d1", policy=policy, node_silence_limit_s=60.0) as cluster:
+    async with stub_cluster("d0", "d1", policy=policy) as cluster:
         cluster.engines["d0"].answer = failing
         loop = asyncio.get_running_loop()
         end = loop.time() + 30
