@@ -95,7 +95,7 @@ class RouterConfig(Section):
 
     queue_limit_requests: int = Field(default=256, ge=1)
     """Requests that wait in the router for a free pair of nodes; the next one gets status 429 with
-    `Retry-After`.
+    `Retry-After`. When tenants share the queue, the 429 goes to the one that holds most of it.
     """
 
     queue_timeout_s: Seconds = 60.0
@@ -273,11 +273,39 @@ class ConditionalConfig(Section):
     """
 
 
+class BreakerConfig(Section):
+    """When the router stops sending work to a node whose legs fail. Only an engine's own faults
+    count: broken connections, malformed answers, 5xx other than 501, no first token in time; never
+    4xx, clients that left or cancelled legs.
+    """
+
+    failures: int = Field(default=5, ge=1)
+    """Faults in a row after which a node's breaker opens; so many within `window_s` open it too,
+    when at least half of the legs that ended in that time failed. An open node gets no work while
+    another node of its pool can be used.
+    """
+
+    window_s: Seconds = 10.0
+    """Seconds for which a fault counts towards that share."""
+
+    open_s: Seconds = 1.0
+    """Seconds after which one request tries an open node; doubled after each try that fails. Also
+    how long a node is the last choice after a single fault, and how often a node without any
+    alternative is tried while it is open.
+    """
+
+    open_limit_s: Seconds = 30.0
+    """Longest time in seconds between two tries."""
+
+
 class PolicyConfig(Section):
     """Decisions of the router."""
 
     conditional: ConditionalConfig = ConditionalConfig()
     """When a request is not split."""
+
+    breaker: BreakerConfig = BreakerConfig()
+    """When a failing node gets no work."""
 
     max_attempts: int = Field(default=2, ge=1)
     """Nodes of each pool that one request is tried on before its first data. After the last prefill
@@ -290,7 +318,12 @@ class ApiKeyConfig(Section):
     """One key that clients may use. Exactly one of `key_file` and `key_env`."""
 
     tenant: str = Field(min_length=1)
-    """Whom the key belongs to; tenants never share cached KV."""
+    """Whom the key belongs to; tenants never share cached KV, and take turns when requests wait."""
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Share of the waiting queue's turns and places that the tenant has beside others: 2 gets twice
+    as much as 1. Equal for all keys of one tenant.
+    """
 
     key_file: str | None = None
     """File that holds the key (surrounding blanks are ignored)."""

@@ -63,7 +63,7 @@ class Actions(Endings):
         request.attempt += 1
         request.timeline.attempts = request.attempt
         request.choice = choice._replace(prefill=node, prefill_blocks=blocks)
-        self._commit_prefill(request, node, blocks)
+        self._commit_prefill(request, node, blocks, now)
         request.phase = Phase.PREFILLING
         transfer_id, attempt = request.transfer_id, request.attempt
         decode = choice.decode.description
@@ -130,8 +130,7 @@ class Actions(Endings):
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.QUEUED
-        self._enter_queue(request, now)
-        self.queue.move_to_end(request.id, last=False)
+        self._enter_queue(request, now, is_first=True)
         return effects + self._try_place(request, now)
 
     def _move_decode(self, request: Request, now: float) -> list[Effect] | None:
@@ -155,7 +154,7 @@ class Actions(Endings):
         request.attempt += 1
         request.timeline.attempts = request.attempt
         request.choice = choice._replace(decode=node, decode_blocks=blocks)
-        self._commit_decode(request, node, blocks)
+        self._commit_decode(request, node, blocks, now)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         start = StartDecode(

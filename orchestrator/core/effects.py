@@ -143,6 +143,15 @@ class EndEngine(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ReportBreaker(msgspec.Struct, frozen=True):
+    """Tell people that a node's circuit breaker has changed, and after which fault."""
+
+    node: str
+    leg: Leg
+    state: str
+    reason: str
+
+
 class AnswerError(msgspec.Struct, frozen=True):
     """End the client's answer with an error: a status when nothing was sent yet, else an error
     event.
@@ -213,6 +222,7 @@ Effect = (
     | FailTransfer
     | AnnounceDeath
     | EndEngine
+    | ReportBreaker
     | AnswerError
     | PassRefusal
     | EndRequest

@@ -39,7 +39,7 @@ class Endings(Placing):
 
     def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"no node had room for the request: {reason}"
-        return self._end_with_error(request, 503, message, now, self._retry_after_s(now))
+        return self._end_with_error(request, 503, message, now, self._retry_after_s(request, now))
 
     def answer_too_late(self, request: Request, now: float, reason: str) -> list[Effect]:
         return self._end_with_error(request, 504, f"the engines were too slow: {reason}", now)
@@ -91,7 +91,8 @@ class Endings(Placing):
     def _end(self, request: Request, outcome: str, reason: str, now: float) -> list[Effect]:
         assert not request.has_prefill_leg, "a prefill leg outlived its request"
         assert not request.has_decode_leg, "a decode leg outlived its request"
-        self._leave_queue(request)
+        if request.phase is Phase.QUEUED:
+            self._leave_queue(request)
         for queue in self.deadlines.values():
             queue.disarm(request.id)
         request.phase = Phase.ENDED

@@ -86,6 +86,8 @@ class PrefillFailed(msgspec.Struct, frozen=True):
     request_id: str
     attempt: int
     reason: str
+    is_engine_fault: bool = True
+    """False when the router itself could not send it."""
 
 
 class FirstDataArrived(msgspec.Struct, frozen=True):
@@ -109,6 +111,8 @@ class DecodeFailed(msgspec.Struct, frozen=True):
     request_id: str
     attempt: int
     reason: str
+    is_engine_fault: bool = True
+    """False when the router itself could not send it."""
 
 
 class DecodeEnded(msgspec.Struct, frozen=True):

@@ -48,6 +48,7 @@ class Trigger(Enum):
     DECODE_NODE_LOST = "decode node lost"
     PREFILL_NODE_SILENT = "prefill node silent"
     DECODE_NODE_SILENT = "decode node silent"
+    DISPLACED = "displaced"
     CLIENT_GONE = "client gone"
     DEADLINE = "deadline"
     STOPPING = "router stopping"
@@ -109,6 +110,7 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.QUEUED, _T.DECODE_NODE_LOST): Row("check_pool", (_P.QUEUED, _P.ENDED)),
     (_P.QUEUED, _T.PREFILL_NODE_SILENT): Row("stay", (_P.QUEUED,)),
     (_P.QUEUED, _T.DECODE_NODE_SILENT): Row("check_pool", (_P.QUEUED, _P.ENDED)),
+    (_P.QUEUED, _T.DISPLACED): Row("answer_full", (_P.ENDED,)),
     (_P.QUEUED, _T.CLIENT_GONE): Row("cancel", (_P.ENDED,)),
     (_P.QUEUED, _T.DEADLINE): Row("answer_no_capacity", (_P.ENDED,)),
     (_P.QUEUED, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),

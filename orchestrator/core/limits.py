@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -27,3 +32,6 @@ class CoreLimits:
     max_attempts: int = 2
     """Decode nodes that one request is tried on before its first data."""
     placement: PlacementLimits = field(default_factory=PlacementLimits)
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Share of the turns of each tenant that has not the usual one, 1."""

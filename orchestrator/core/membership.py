@@ -11,11 +11,14 @@ it did not place itself: leases, quarantined pages, other users, and estimates t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core.breaker import Breaker
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+    from splitserve.orchestrator.core.effects import Leg
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -58,8 +61,8 @@ class Node:
     committed_blocks: int = 0
     foreign_blocks: int = 0
     """Used blocks that the core did not place, as of the last report."""
-    cooling_until: float = 0.0
-    """After a broken leg the node is the last choice until then."""
+    prefill_breaker: Breaker = field(default_factory=Breaker)
+    decode_breaker: Breaker = field(default_factory=Breaker)
     chosen_at: int = 0
     """Number of the latest choice; the node chosen longest ago wins a tie."""
     drain: Drain | None = None
@@ -87,6 +90,10 @@ class Node:
         size = self.description.block_tokens
         most = min(self.description.max_model_len, self.description.total_blocks * size)
         return -(-min(tokens, most) // size)
+
+    def breaker(self, leg: Leg) -> Breaker:
+        """The breaker of that kind of leg."""
+        return self.decode_breaker if leg == "decode" else self.prefill_breaker
 
     def note_report(self, state: NodeState) -> None:
         """Takes over what the engine says of itself."""

@@ -2,9 +2,9 @@
 
 It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
 is the table in ``lifecycle``; the methods named there are in ``endings``, ``actions`` and
-``recovery``; how nodes leave is in ``draining``. A request that
-cannot be placed waits in one bounded queue, first come first served; only a request that needs no
-prefill slot may pass one that waits for a slot.
+``recovery``; how nodes leave is in ``draining``. A request that cannot be placed waits in one
+bounded queue (``admission``): tenants take turns, and within a tenant first come is first served;
+only a request that needs no prefill slot may pass one that waits for a slot.
 
 The core does not know how far a prompt is cached anywhere: the uncached part is taken to be the
 whole prompt.
@@ -16,9 +16,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.core.admission import Admission
 from splitserve.orchestrator.core.audit import Audit, Difference, find
+from splitserve.orchestrator.core.breaker import is_engine_fault
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
-from splitserve.orchestrator.core.draining import Draining
 from splitserve.orchestrator.core.effects import (
     AcceptNode,
     AnnounceDeath,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 DEATHS_LIMIT_INCARNATIONS = 100
 
 
-class RouterCore(Draining):
+class RouterCore(Admission):
     """All decisions of the router."""
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -80,10 +81,12 @@ class RouterCore(Draining):
         """Apply one fact; return the orders that follow, in the order to perform them."""
         effects = self._handlers[type(event)](event, now)
         if self._may_place:
-            while self._may_place and self.queue:
+            while self._may_place and self.queue.size:
                 self._may_place = False
                 effects += self._place_waiting(now)
             self._may_place = False
+        if self._breaker_news:
+            effects = [*effects, *self._take_breaker_news()]
         return effects
 
     def next_deadline(self) -> float | None:
@@ -247,22 +250,7 @@ class RouterCore(Draining):
                 request, 503, "no decode node is ready", now, retry_after_s=5
             )
         self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
-        if not self.queue:
-            effects = self._try_place(request, now)
-            if effects:
-                return effects
-        elif len(self.queue) >= self.limits.queue_limit_requests:
-            return self._end_with_error(
-                request,
-                429,
-                f"{len(self.queue)} requests are waiting already (router.queue_limit_requests)",
-                now,
-                retry_after_s=self._retry_after_s(now),
-            )
-        self._enter_queue(request, now)
-        head = next(iter(self.queue.values()))
-        self._may_place = head is not request and bool(event.alone_because or head.tried)
-        return []
+        return self.admit(request, now)
 
     def _on_prefill_answered(self, event: ev.PrefillAnswered, now: float) -> list[Effect]:
         request = self._with_prefill_leg(event.request_id, event.attempt)
@@ -270,9 +258,16 @@ class RouterCore(Draining):
             return []
         request.timeline.prefill_answered = now
         request.timeline.prefill_status = event.status
+        assert request.choice is not None
+        assert request.choice.prefill is not None
+        node = request.choice.prefill
         if event.status >= 400:
             reason = f"the prefill node answered {event.status}"
+            if is_engine_fault(event.status):
+                self.note_fault(node, "prefill", request, now, reason)
             return self._apply(request, Trigger.PREFILL_FAILED, now, reason)
+        if not node.prefill_breaker.is_clean:
+            self.note_success(node, "prefill", request, now)
         return self._apply(request, Trigger.PREFILL_ANSWERED, now)
 
     def _on_prefill_failed(self, event: ev.PrefillFailed, now: float) -> list[Effect]:
@@ -281,12 +276,18 @@ class RouterCore(Draining):
             return []
         assert request.choice is not None
         assert request.choice.prefill is not None
-        request.choice.prefill.cooling_until = now + self.limits.placement.cooldown_s
+        if event.is_engine_fault:
+            self.note_fault(request.choice.prefill, "prefill", request, now, event.reason)
         return self._apply(request, Trigger.PREFILL_FAILED, now, event.reason)
 
     def _on_first_data_arrived(self, event: ev.FirstDataArrived, now: float) -> list[Effect]:
         request = self._with_decode_leg(event.request_id, event.attempt)
-        return [] if request is None else self._apply(request, Trigger.FIRST_DATA, now)
+        if request is None:
+            return []
+        assert request.choice is not None
+        if not request.choice.decode.decode_breaker.is_clean:
+            self.note_success(request.choice.decode, "decode", request, now)
+        return self._apply(request, Trigger.FIRST_DATA, now)
 
     def _on_decode_refused(self, event: ev.DecodeRefused, now: float) -> list[Effect]:
         request = self._with_decode_leg(event.request_id, event.attempt)
@@ -294,6 +295,9 @@ class RouterCore(Draining):
             return []
         request.timeline.status = event.status
         reason = f"the decode node answered {event.status}"
+        assert request.choice is not None
+        if is_engine_fault(event.status):
+            self.note_fault(request.choice.decode, "decode", request, now, reason)
         return self._apply(request, Trigger.DECODE_REFUSED, now, reason)
 
     def _on_decode_failed(self, event: ev.DecodeFailed, now: float) -> list[Effect]:
@@ -301,7 +305,8 @@ class RouterCore(Draining):
         if request is None:
             return []
         assert request.choice is not None
-        request.choice.decode.cooling_until = now + self.limits.placement.cooldown_s
+        if event.is_engine_fault:
+            self.note_fault(request.choice.decode, "decode", request, now, event.reason)
         return self._apply(request, Trigger.DECODE_FAILED, now, event.reason)
 
     def _on_decode_ended(self, event: ev.DecodeEnded, now: float) -> list[Effect]:
@@ -318,6 +323,8 @@ class RouterCore(Draining):
             for request_id in queue.take_due(now):
                 request = self.requests[request_id]
                 reason = f"router.{kind.value} of {queue.duration_s:g} s is over"
+                if kind is DeadlineKind.FIRST_TOKEN:
+                    self.note_late(request, now, reason)
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
         for name in self.silence.take_due(now):
             effects += self._fall_silent(self.membership.nodes[name], now)

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING
 from aiohttp import web
 
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
@@ -127,6 +128,7 @@ def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
 def limits_of(config: ClusterConfig) -> CoreLimits:
     """The core's bounds as the cluster YAML sets them."""
     router, policy = config.router, config.policy
+    breaker = policy.breaker
     return CoreLimits(
         queue_limit_requests=router.queue_limit_requests,
         queue_timeout_s=router.queue_timeout_s,
@@ -142,6 +144,13 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
             prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
         ),
+        breaker=BreakerLimits(
+            failures=breaker.failures,
+            window_s=breaker.window_s,
+            open_s=breaker.open_s,
+            open_limit_s=breaker.open_limit_s,
+        ),
+        tenant_weights={key.tenant: key.weight for key in config.security.api_keys},
     )
 
 

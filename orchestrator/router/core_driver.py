@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import effects as ef
+from splitserve.orchestrator.core.breaker import BreakerState
 from splitserve.orchestrator.core.events import (
     DecodeFailed,
     DrainRequested,
@@ -84,6 +85,7 @@ class CoreDriver:
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
             ef.EndEngine: agents.end_engine,
+            ef.ReportBreaker: _report_breaker,
         }
 
     def admit(self, exchange: Exchange, event: Event) -> None:
@@ -119,24 +121,41 @@ class CoreDriver:
             while self._facts:
                 fact = self._facts.popleft()
                 now = time.monotonic()
-                for effect in self.core.handle(fact, now):
-                    try:
-                        self._performers[type(effect)](effect)
-                    except Exception as error:
-                        self._order_failed(effect, error)
+                if self._timer is not None and self._timer_at <= now:
+                    self._catch_up(now)
+                self._perform(self.core.handle(fact, now))
         finally:
             self._is_busy = False
         if self._timer is None or self._timer_at > now + self._shortest_wait_s:
             self._arm_timer()
+
+    def _catch_up(self, now: float) -> None:
+        """A timer is late because the loop was busy: waits that are over end before anything else
+        happens, so nothing is sent for a client that was due its answer.
+        """
+        assert self._timer is not None
+        self._timer.cancel()
+        self._timer = None
+        self._perform(self.core.handle(TimePassed(), now))
+
+    def _perform(self, effects: list[ef.Effect]) -> None:
+        for effect in effects:
+            try:
+                self._performers[type(effect)](effect)
+            except Exception as error:
+                self._order_failed(effect, error)
 
     def _order_failed(self, effect: ef.Effect, error: Exception) -> None:
         """A fault in carrying out an order ends its own request and no other."""
         _log.error("the router could not carry out %r", effect, exc_info=error)
         reason = f"the router could not send the request: {error}"
         if isinstance(effect, ef.StartPair | ef.StartDecode | ef.StartAlone):
-            self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
+            failed = DecodeFailed(effect.request_id, effect.attempt, reason, is_engine_fault=False)
+            self._facts.append(failed)
         elif isinstance(effect, ef.StartPrefill):
-            self._facts.append(PrefillFailed(effect.request_id, effect.attempt, reason))
+            self._facts.append(
+                PrefillFailed(effect.request_id, effect.attempt, reason, is_engine_fault=False)
+            )
         elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
             self.exchanges[effect.request_id].give_up()
 
@@ -174,3 +193,10 @@ class CoreDriver:
     def _time_passed(self) -> None:
         self._timer = None
         self.tell(TimePassed())
+
+
+def _report_breaker(order: ef.ReportBreaker) -> None:
+    """One line in the log; the level follows what an operator should look at."""
+    level = logging.INFO if order.state == BreakerState.CLOSED.value else logging.WARNING
+    reason = f": {order.reason}" if order.reason else ""
+    _log.log(level, "%s: breaker of %s legs is %s%s", order.node, order.leg, order.state, reason)

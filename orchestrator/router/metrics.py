@@ -25,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from splitserve.orchestrator.core.audit import REMEDIES
+from splitserve.orchestrator.core.breaker import BreakerState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ _ENGINE_FIGURES = (
     "quarantined_transfers",
     "quarantined_blocks",
 )
+_BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _NODE_COUNTERS_LIMIT = 64
 """Different counters of connectors that are shown; the sum of all others is ``other``."""
 
@@ -198,6 +200,7 @@ class _CoreCollector(Collector):
         yield self._per_node(
             "committed_blocks", "Blocks promised by the router", nodes, lambda n: n.committed_blocks
         )
+        yield from self._breakers(nodes)
         for field in _ENGINE_FIGURES:
             yield self._per_node(
                 field,
@@ -239,6 +242,27 @@ class _CoreCollector(Collector):
             for kind in REMEDIES:
                 family.add_metric([node.name, kind], found[node.name, kind])
         return family
+
+    @staticmethod
+    def _breakers(nodes: list[Node]) -> Iterable[Metric]:
+        labels = ("node", "leg")
+        state = GaugeMetricFamily(
+            "splitserve_node_breaker_state",
+            "Circuit breaker: 0 closed, 1 half open (one leg tries the node), 2 open",
+            labels=labels,
+        )
+        openings = CounterMetricFamily(
+            "splitserve_node_breaker_openings", "How often the breaker has opened", labels=labels
+        )
+        for node in nodes:
+            for leg, breaker in (
+                ("prefill", node.prefill_breaker),
+                ("decode", node.decode_breaker),
+            ):
+                state.add_metric([node.name, leg], _BREAKER_VALUES[breaker.state])
+                openings.add_metric([node.name, leg], breaker.openings)
+        yield state
+        yield openings
 
     def _per_node(
         self, name: str, text: str, nodes: list[Node], value: Callable[[Node], float]

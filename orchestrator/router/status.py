@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
+    from splitserve.orchestrator.core.breaker import Breaker
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
@@ -21,6 +22,7 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
         "requests": {
             "waiting": len(core.queue),
             "running": len(core.requests) - len(core.queue),
+            "waiting_by_tenant": core.queue.waiting(),
             "queue_limit_requests": core.limits.queue_limit_requests,
         },
         "nodes": {name: _node(node) for name, node in sorted(core.membership.nodes.items())},
@@ -79,6 +81,10 @@ def _node(node: Node) -> dict[str, Any]:
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
+        "breakers": {
+            "prefill": _breaker(node.prefill_breaker),
+            "decode": _breaker(node.decode_breaker),
+        },
         "running": state.running if state else None,
         "waiting": state.waiting if state else None,
         "free_blocks": state.free_blocks if state else None,
@@ -87,4 +93,12 @@ def _node(node: Node) -> dict[str, Any]:
         "quarantined_transfers": state.quarantined_transfers if state else None,
         "quarantined_blocks": state.quarantined_blocks if state else None,
         "counters": state.counters if state else {},
+    }
+
+
+def _breaker(breaker: Breaker) -> dict[str, Any]:
+    return {
+        "state": breaker.state.value,
+        "openings": breaker.openings,
+        "latest_fault": breaker.reason,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -17,6 +17,7 @@ from splitserve.kv_transfer.transfer_params import TransferParams
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import effects as ef
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.core.lifecycle import Phase
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
@@ -86,6 +87,7 @@ class Client:
     prompt: tuple[int, ...]
     max_tokens: int
     can_continue: bool = True
+    tenant: str = ""
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     outcome: str = ""
@@ -107,7 +109,10 @@ class Cluster:
         """Engines watch each other's processes."""
         self.fence_timeout_s = 1.0 if world.seed % 2 else 12.0
         """Shorter than many a fault, and longer."""
-        self.core = RouterCore(LIMITS)
+        limit = world.random.choice([2, 8, 256])
+        self.core = RouterCore(
+            replace(LIMITS, queue_limit_requests=limit, tenant_weights={"heavy": 2.0})
+        )
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client] = {}
         self.legs: dict[tuple[str, int, str], Leg] = {}
@@ -148,9 +153,21 @@ class Cluster:
                     self.world.note(f"router: {fact}")
                 for effect in self.core.handle(fact, self.world.now):
                     self._perform(effect)
+                self._check_queue()
         finally:
             self._is_busy = False
         self._arm_timer()
+
+    def _check_queue(self) -> None:
+        """The queue holds who waits and nobody else, and no more than its bound; those that an
+        engine has failed come on top.
+        """
+        queue, limit = self.core.queue, self.core.limits.queue_limit_requests
+        waiting = [r for r in self.core.requests.values() if r.phase is Phase.QUEUED]
+        if sorted(r.id for r in waiting) != sorted(queue):
+            self.world.fail(f"{sorted(queue)} wait in the queue, not {waiting}")
+        if sum(not r.attempt for r in waiting) > limit:
+            self.world.fail(f"{len(queue)} requests wait in a queue of {limit}")
 
     def _arm_timer(self) -> None:
         due = self.core.next_deadline()
@@ -201,6 +218,8 @@ class Cluster:
                 self.clients[request_id].ends.append(f"{status} {message}")
             case ef.EndRequest(timeline):
                 self._end(timeline)
+            case ef.ReportBreaker(node, leg, state, reason):
+                self.world.note(f"{node}: breaker of {leg} legs is {state}: {reason}")
             case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
                 pass
 
@@ -351,6 +370,7 @@ class Cluster:
                 streaming=True,
                 alone_because="",
                 can_continue=client.can_continue,
+                tenant=client.tenant,
             )
         )
 
@@ -503,4 +523,6 @@ def random_client(cluster: Cluster, number: int) -> Client:
     max_tokens = random.choice([random.randint(1, 6), random.randint(1, min(40, room))])
     assert blocks_for(length + max_tokens) <= smallest_node(cluster)
     prompt = tuple(random.randrange(100) for _ in range(length))
-    return Client(f"r{number}", prompt, max_tokens, can_continue=random.random() < 0.8)
+    tenant = random.choice(["", "light", "heavy", "heavy"])
+    can_continue = random.random() < 0.8
+    return Client(f"r{number}", prompt, max_tokens, can_continue, tenant)

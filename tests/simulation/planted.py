@@ -10,6 +10,7 @@ from splitserve.kv_transfer.send_book import SendBook
 from splitserve.kv_transfer.session_receive import ReceiveSession, SourceState
 from splitserve.kv_transfer.session_send import Release, SinkState
 from splitserve.orchestrator.core.actions import Actions
+from splitserve.orchestrator.core.admission import Admission
 from splitserve.orchestrator.core.effects import AnnounceDeath, CancelLeg
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.prefill_node.prefills import Prefills
@@ -99,6 +100,14 @@ def _abort_is_not_told(real: Any, prefills: Prefills, request_id: str, **named: 
     return False
 
 
+def _no_bound(real: Any, admission: Admission, request: Any, now: float) -> list[Any]:
+    """Who must wait may wait, however many wait already."""
+    if not admission.queue.size:
+        return list(real(admission, request, now))
+    admission._enter_queue(request, now)
+    return []
+
+
 BUGS: dict[str, Plant] = {
     "fenced while a write is open": _method(SendBook, "_advance", _fence_at_once),
     "pages taken back without a fence": _method(ReceiveSession, "cancel", _ends_granted),
@@ -112,6 +121,7 @@ BUGS: dict[str, Plant] = {
     "deaths are not announced": _method(RouterCore, "_on_node_died", _no_effects_of(AnnounceDeath)),
     "a prefill slot is not given back": _method(Actions, "_give_back_prefill", _slot_is_kept),
     "a finished prefill is free at once": _method(Prefills, "finished", _abort_is_not_told),
+    "the waiting queue has no bound": _method(Admission, "admit", _no_bound),
     "an aborted parked request frees its blocks": _method(Engine, "abort", _frees_at_abort),
 }
 """By what is wrong."""

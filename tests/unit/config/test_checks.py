@@ -128,6 +128,27 @@ def test_an_open_router_needs_keys() -> None:
     parse(MODEL + text + "security: {api_keys: [{tenant: a, key_env: K}]}\n")
 
 
+def test_a_tenant_has_one_weight() -> None:
+    """Its keys must agree; different tenants may differ."""
+    key = "{{tenant: {}, key_env: {}, weight: {}}}"
+    text = "engine: mock\nsecurity: {{api_keys: [{}, {}]}}\n"
+    problems = problems_of(text.format(key.format("a", "K", 1.0), key.format("a", "L", 2.0)))
+    assert problems == [
+        "security.api_keys[1].weight is 2, but an earlier key of tenant 'a' has 1: give all keys of"
+        " a tenant the same weight"
+    ]
+    config = parse(MODEL + text.format(key.format("a", "K", 1.0), key.format("b", "L", 2.0)))
+    assert [key.weight for key in config.security.api_keys] == [1.0, 2.0]
+
+
+def test_the_longest_delay_of_a_breaker_is_not_the_shortest() -> None:
+    """Both keys are named."""
+    text = "engine: mock\npolicy: {breaker: {open_s: 5.0, open_limit_s: 2.0}}\n"
+    assert problems_of(text)[0].startswith(
+        "policy.breaker.open_limit_s is 2 but policy.breaker.open_s is 5"
+    )
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("host", False)],
