@@ -136,8 +136,8 @@ class Chaos:
                 share, lasting = self._rng.random(), self._rng.random()
                 is_crowd = self._rng.random() < CROWD_SHARE
                 await asyncio.sleep(pause)
-                while not is_crowd and self._hit() and time.monotonic() < until:
-                    await asyncio.sleep(POLL_S)
+                if not is_crowd:
+                    await self._until_quiet(until)
                 node = self._victim(kind, share)
                 if node is not None:
                     fault = Fault(kind, node, time.monotonic())
@@ -153,6 +153,13 @@ class Chaos:
         fault = Fault(LAST_KIND, node, time.monotonic())
         self.faults.append(fault)
         await self._make(fault, 0.0)
+
+    async def _until_quiet(self, until: float) -> None:
+        """No fault lasts any more, or that moment has come."""
+        while self._hit():
+            if time.monotonic() > until:
+                return
+            await asyncio.sleep(POLL_S)
 
     def _hit(self) -> set[str]:
         """The nodes with a fault that still lasts."""

@@ -127,6 +127,8 @@ class Link:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
             await self._passes.wait()
+            if writer.is_closing():
+                return
             writer.write(data)
             await writer.drain()
         await self._passes.wait()
