@@ -41,6 +41,7 @@ KINDS = (
     "kill agent",
     "kill guard",
     "kill router",
+    "stop router",
     "stop engine shortly",
     "stop engine for long",
     "stop then kill engine",
@@ -247,6 +248,12 @@ class Chaos:
         kill_all((await asyncio.to_thread(self._cluster.router_pid),))
         await self._until_whole(fault)
 
+    async def _stop_router(self, fault: Fault, lasting: float) -> None:
+        seconds = 0.2 + lasting * 2 * self._limits.node_silence_limit_s
+        fault.detail = f"for {seconds:.1f} s"
+        await self._hold((await asyncio.to_thread(self._cluster.router_pid),), seconds)
+        await self._until_whole(fault)
+
     async def _terminate_router(self, fault: Fault, lasting: float) -> None:
         _send((await asyncio.to_thread(self._cluster.router_pid),), signal.SIGTERM)
         await self._until_whole(fault)
@@ -276,6 +283,7 @@ class Chaos:
         "stop then kill engine": _stop_then_kill,
         "stop agent": _stop_agent,
         "terminate engine": _terminate_engine,
+        "stop router": _stop_router,
         "terminate router": _terminate_router,
         "freeze link": _cut,
         "reset link": _cut,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -42,6 +43,7 @@ ENGINE_KINDS = (
 """For vLLM, whose engines take tens of seconds to start."""
 IDLE_POLL_S = 0.25
 STORIES_SHOWN = 12
+REASONS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Result:
             "requests": len(self.stories),
             "requests_by_touch_and_outcome": self.verdict.counts,
             "early_success_share_with_spare": round(self.verdict.early_success_share, 4),
+            "failures_by_touch_and_reason": _reasons(self.verdict.judged),
             "faults": _fault_table(self.faults),
             "idle_after_s": [round(seconds, 2) for seconds in self.idle_after_s],
             "longest_request_s": round(max(s.ended - s.started for s in self.stories), 2),
@@ -206,6 +209,17 @@ def _fault_table(faults: Sequence[Fault]) -> dict[str, dict[str, float]]:
     return table
 
 
+def _reasons(judged: Sequence[Judged]) -> dict[str, dict[str, int]]:
+    """The most frequent reasons of failures, with numbers made equal."""
+    found: dict[str, Counter[str]] = {}
+    for one in judged:
+        if one.outcome not in (Outcome.OK, Outcome.LEFT):
+            why = re.sub(r"[0-9]+", "N", one.why.splitlines()[0] if one.why else "")
+            reason = f"{one.outcome.value}: {why[:150]}"
+            found.setdefault(one.touch.value, Counter())[reason] += 1
+    return {touch: dict(reasons.most_common(REASONS_SHOWN)) for touch, reasons in found.items()}
+
+
 def story_of(one: Judged, began: float) -> str:
     """A request and the faults that touched it, with times since the run's beginning."""
     story = one.story
@@ -272,6 +286,7 @@ def main(arguments: list[str]) -> int:
     add("--transport", default="tcp")
     add("--kinds", default="", help=f"comma separated; known: {', '.join(KINDS)}")
     add("--output", type=Path, default=RESULT)
+    add("--stories", type=Path, default=None, help="where every request's story goes")
     add("--logs", type=Path, default=None, help="where the story of a failed run goes")
     options = parser.parse_args(arguments)
     plan = plan_of(options)
@@ -281,6 +296,10 @@ def main(arguments: list[str]) -> int:
     summary = {"command": shlex.join(["python", "-m", "chaos.run", *arguments]), **result.summary()}
     options.output.write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
+    if options.stories is not None:
+        began = min(story.started for story in result.stories)
+        stories = (story_of(one, began) for one in result.verdict.judged)
+        options.stories.write_text("\n\n".join(stories))
     if not result.verdict.violations:
         return 0
     text = explain(result)
