@@ -38,6 +38,22 @@ class Bounds:
     lease_s: float = 3.0
     transfer_deadline_s: float = 5.0
     retarget_wait_s: float = 1.0
+    recovery_limit_s: float = 60.0
+    """No key of the YAML: a node that is not back after this is lost, and the run has failed."""
+
+
+VLLM_BOUNDS = Bounds(
+    queue_timeout_s=40.0,
+    first_token_deadline_s=60.0,
+    request_deadline_s=120.0,
+    node_silence_limit_s=3.0,
+    engine_silence_limit_s=20.0,
+    lease_s=15.0,
+    transfer_deadline_s=30.0,
+    retarget_wait_s=2.0,
+    recovery_limit_s=400.0,
+)
+"""Its steps take longer, and its start tens of seconds."""
 
 
 @dataclass(frozen=True)

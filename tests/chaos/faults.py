@@ -22,11 +22,9 @@ from chaos.cluster import LINKS, kill_all
 if TYPE_CHECKING:
     from random import Random
 
-    from chaos.cluster import ChaosCluster, NodeProcesses
+    from chaos.cluster import Bounds, ChaosCluster, NodeProcesses
 
 ROUTER = "router"
-RECOVERY_LIMIT_S = 60.0
-"""A node that is not back after this is lost, and the run has failed."""
 SETTLE_S = 1.0
 """For so long a node must have been usable before its fault counts as over."""
 LINK_SETTLE_S = 4.0
@@ -259,11 +257,13 @@ class Chaos:
         await self._until_whole(fault)
 
     async def _cut(self, fault: Fault, lasting: float) -> None:
-        """One kind of link of a node, or all of them."""
+        """One kind of link of a node, or all of them; one in five for longer than a request waits
+        for its first token.
+        """
         mode = "freeze" if fault.kind == "freeze link" else "reset"
         chosen = int(lasting * 4000) % 4
         links = [f"{fault.node}/{link}" for link in (LINKS if chosen == 3 else LINKS[chosen:][:1])]
-        seconds = 0.2 + lasting * 6
+        seconds = 0.2 + lasting**2 * 1.5 * self._limits.first_token_deadline_s
         fault.detail = f"{', '.join(links)} for {seconds:.1f} s"
         relay = self._cluster.relay
         await asyncio.to_thread(relay.cut, links, mode)
@@ -291,12 +291,12 @@ class Chaos:
     }
 
     @property
-    def _limits(self) -> Any:
+    def _limits(self) -> Bounds:
         return self._cluster.shape.bounds
 
     async def _processes(self, fault: Fault) -> NodeProcesses:
         fault.incarnation = self._watch.incarnations.get(fault.node, "")
-        end = time.monotonic() + RECOVERY_LIMIT_S
+        end = time.monotonic() + self._limits.recovery_limit_s
         while True:
             found = await asyncio.to_thread(self._cluster.processes_of, fault.node)
             if found.engine:
@@ -336,7 +336,7 @@ class Chaos:
         await self._until(fault, is_whole)
 
     async def _until(self, fault: Fault, condition: Any) -> None:
-        end = time.monotonic() + RECOVERY_LIMIT_S
+        end = time.monotonic() + self._limits.recovery_limit_s
         while not condition():
             if time.monotonic() > end:
                 fault.is_lost = True

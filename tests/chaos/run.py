@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import uvloop
 
-from chaos.cluster import ChaosCluster, Shape, log_faults, told
+from chaos.cluster import VLLM_BOUNDS, Bounds, ChaosCluster, Shape, log_faults, told
 from chaos.faults import KINDS, Chaos, Fault, Watch
 from chaos.load import MARGIN_S, Load, Story, asked_prompts, mock_prompts
 from chaos.verdict import Judged, Outcome, Touch, Verdict, judge
@@ -320,7 +320,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
         in_flight=options.in_flight or (50 if is_mock else 6),
         round_s=options.round_s if is_mock else max(options.round_s, 180.0),
         shape=Shape(
-            options.prefill, options.decode, options.engine, options.model, options.transport
+            options.prefill,
+            options.decode,
+            options.engine,
+            options.model,
+            options.transport,
+            Bounds() if is_mock else VLLM_BOUNDS,
         ),
         kinds=kinds or (KINDS if is_mock else ENGINE_KINDS),
         prompts=200 if is_mock else 24,
