@@ -1,13 +1,13 @@
 """What a run is worth. Pure: stories and faults in, bars out.
 
 A fault touches a request when it lasts, after-effects included, at some moment of the request's
-life, and hits the router, a node that the request was on, or, when it was tried more than once,
-any node (the router remembers only the last attempt's). A request that never had a place is touched
-when at some moment of its life no node of one pool was whole.
+life, and hits the router, a node that the request was on, or, when it was tried more than once or
+the router has forgotten it, any node (the router remembers only the last attempt's). A request that
+never had a place is touched when at some moment of its life no node of one pool was whole.
 
 It is touched *late* when such a fault began after its first token, whatever happened before, and
-*early* when all of them had begun before it. A *spare* is another node of
-the touched node's pool without any fault in the request's life; the router has none.
+*early* when all of them had begun before it. A *spare* is another node of the touched node's pool
+without any fault in the request's life; the router has none.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ def touch_of(
     if of_router:
         return Touch.ROUTER, of_router
     first = story.first_data if story.first_data is not None else story.ended
-    if not story.nodes:
+    if story.timeline and not story.nodes:
         hit = {fault.node for fault in during}
         pools = {_pool(node) for node in nodes}
         bare = [p for p in pools if all(n in hit for n in nodes if _pool(n) == p)]
         return (Touch.EARLY, tuple(during)) if bare else (Touch.NONE, ())
-    was_moved = story.timeline.get("attempts", 1) > 1
+    was_moved = not story.timeline or story.timeline.get("attempts", 1) > 1
     touching = tuple(fault for fault in during if was_moved or fault.node in story.nodes)
     if not touching:
         return Touch.NONE, ()

@@ -102,9 +102,17 @@ def test_a_moved_request_was_touched_where_it_was_before() -> None:
     assert touch_of(story(timeline=timeline), faults, NODES)[0] is Touch.EARLY_SPARED
 
 
+def test_a_forgotten_request_may_have_been_anywhere() -> None:
+    """A router that was restarted says nothing of it."""
+    forgotten = failed(timeline={})
+    assert touch_of(forgotten, [fault("decode-0", 5, 20)], NODES)[0] is Touch.EARLY_SPARED
+    assert touch_of(forgotten, [fault("decode-0", 5, 9.9)], NODES)[0] is Touch.NONE
+
+
 def test_a_request_without_a_place() -> None:
     """It is touched only when no node of one pool was whole."""
-    lost = failed(503, retry_after="1", timeline={})
+    nowhere = {"prefill_node": "", "decode_node": "", "attempts": 0}
+    lost = failed(503, retry_after="1", timeline=nowhere)
     assert touch_of(lost, [fault("decode-0", 5, 20)], NODES)[0] is Touch.NONE
     both = [fault("decode-0", 5, 20), fault("decode-1", 5, 20)]
     assert touch_of(lost, both, NODES)[0] is Touch.EARLY
