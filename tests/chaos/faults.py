@@ -81,14 +81,19 @@ class Watch:
     view: dict[str, Any] | None = None
     usable_since: dict[str, float] = field(default_factory=dict)
     """By node, and ``router``: since when it has been usable without a break."""
+    seen_at: dict[str, float] = field(default_factory=dict)
+    """When the latest look that found it usable began: a look may take long, and what it finds is
+    then old.
+    """
     incarnations: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         """For ever; ends by cancellation."""
         async with aiohttp.ClientSession() as session:
             while True:
+                began = time.monotonic()
                 self.view = await self.cluster.status(session)
-                self._note(time.monotonic())
+                self._note(began)
                 await asyncio.sleep(POLL_S)
 
     def _note(self, now: float) -> None:
@@ -103,6 +108,7 @@ class Watch:
                 self.usable_since.pop(name, None)
             if name in usable:
                 self.usable_since.setdefault(name, now)
+                self.seen_at[name] = now
                 self.incarnations[name] = incarnation
 
     def is_back(self, node: str, after: float, old_life: str, settle_s: float) -> bool:
@@ -112,7 +118,7 @@ class Watch:
         since = self.usable_since.get(node)
         if since is None or (old_life and self.incarnations.get(node) == old_life):
             return False
-        return time.monotonic() - max(since, after) > settle_s
+        return self.seen_at[node] - max(since, after) > settle_s
 
 
 class Chaos:
@@ -243,7 +249,9 @@ class Chaos:
         await self._until(fault, lambda: self._cluster.has_left(fault.node))
 
     async def _kill_router(self, fault: Fault, lasting: float) -> None:
-        kill_all((await asyncio.to_thread(self._cluster.router_pid),))
+        old = await asyncio.to_thread(self._cluster.router_pid)
+        kill_all((old,))
+        await self._until_another_router(old)
         await self._until_whole(fault)
 
     async def _stop_router(self, fault: Fault, lasting: float) -> None:
@@ -253,7 +261,9 @@ class Chaos:
         await self._until_whole(fault)
 
     async def _terminate_router(self, fault: Fault, lasting: float) -> None:
-        _send((await asyncio.to_thread(self._cluster.router_pid),), signal.SIGTERM)
+        old = await asyncio.to_thread(self._cluster.router_pid)
+        _send((old,), signal.SIGTERM)
+        await self._until_another_router(old)
         await self._until_whole(fault)
 
     async def _cut(self, fault: Fault, lasting: float) -> None:
@@ -325,9 +335,17 @@ class Chaos:
         watch, now = self._watch, time.monotonic()
         await self._until(fault, lambda: watch.is_back(fault.node, now, "", settle_s))
 
+    async def _until_another_router(self, old: int | None) -> None:
+        """A new process, or the end of the time for it; whether it serves is not asked here."""
+        end = time.monotonic() + self._limits.recovery_limit_s
+        while await asyncio.to_thread(self._cluster.router_pid) in (None, old):
+            if time.monotonic() > end:
+                return
+            await asyncio.sleep(POLL_S)
+
     async def _until_whole(self, fault: Fault) -> None:
         """The router is back, and so are the nodes that have no fault of their own."""
-        watch, now = self._watch, time.monotonic() + POLL_S
+        watch, now = self._watch, time.monotonic()
 
         def is_whole() -> bool:
             nodes = [n for n in self._cluster.shape.nodes if n not in self._hit() | self._gone]
