@@ -289,6 +289,8 @@ def main(arguments: list[str]) -> int:
     add("--stories", type=Path, default=None, help="where every request's story goes")
     add("--logs", type=Path, default=None, help="where the story of a failed run goes")
     options = parser.parse_args(arguments)
+    if options.engine == "vllm" and options.model == "mock":
+        parser.error("--engine vllm needs --model FOLDER")
     plan = plan_of(options)
     print(f"chaos with seed {plan.seed} for {plan.seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
