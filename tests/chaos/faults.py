@@ -33,6 +33,7 @@ POLL_S = 0.2
 PAUSE_S = (0.2, 2.0)
 CROWD_SHARE = 0.35
 """Of the faults, so many do not wait until those before them are over."""
+QUIET_LIMIT_S = 20.0
 
 KINDS = (
     "kill engine",
@@ -132,17 +133,22 @@ class Chaos:
         self._owed: list[str] = []
         self._gone: set[str] = set()
 
-    async def run(self, until: float, kinds: tuple[str, ...] = KINDS) -> None:
-        """Faults until that moment of the monotonic clock; returns when all of them are over."""
+    async def run(
+        self, until: float, kinds: tuple[str, ...] = KINDS, *, each: bool = False
+    ) -> None:
+        """Faults until that moment of the monotonic clock, and with ``each`` until every kind has
+        been made; returns when all of them are over.
+        """
         async with asyncio.TaskGroup() as group:
-            while time.monotonic() < until:
+            while time.monotonic() < until or (each and not self._has_made(kinds)):
                 kind = self._next_kind(kinds)
                 pause = self._rng.uniform(*PAUSE_S)
                 share, lasting = self._rng.random(), self._rng.random()
                 is_crowd = self._rng.random() < CROWD_SHARE
                 await asyncio.sleep(pause)
                 if not is_crowd:
-                    await self._until_quiet(until)
+                    patience = time.monotonic() + QUIET_LIMIT_S if each else until
+                    await self._until_quiet(patience)
                 node = self._victim(kind, share)
                 if node is not None:
                     fault = Fault(kind, node, time.monotonic())
@@ -158,6 +164,9 @@ class Chaos:
         fault = Fault(LAST_KIND, node, time.monotonic())
         self.faults.append(fault)
         await self._make(fault, 0.0)
+
+    def _has_made(self, kinds: tuple[str, ...]) -> bool:
+        return {fault.kind for fault in self.faults} >= set(kinds)
 
     async def _until_quiet(self, until: float) -> None:
         """No fault lasts any more, or that moment has come."""

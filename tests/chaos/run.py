@@ -59,6 +59,8 @@ class Plan:
     prompts: int = 200
     start_limit_s: float = 60.0
     ends_an_agent: bool = True
+    each_kind: bool = False
+    """On a slow machine it lasts longer, until every kind of fault has been made."""
 
 
 @dataclass
@@ -133,7 +135,8 @@ async def _rounds(
         is_last = now + 1.5 * plan.round_s > end
         stop = asyncio.Event()
         asking = asyncio.create_task(load.run(stop))
-        await chaos.run(end if is_last else now + plan.round_s, plan.kinds)
+        until = end if is_last else now + plan.round_s
+        await chaos.run(until, plan.kinds, each=plan.each_kind)
         if is_last and plan.ends_an_agent:
             await chaos.terminate_an_agent()
         stop.set()
