@@ -298,7 +298,7 @@ def main(arguments: list[str]) -> int:
     print(f"chaos with seed {plan.seed} for {plan.seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         result = uvloop.run(torment(plan, Path(folder)))
-    summary = {"command": shlex.join(["python", "-m", "chaos.run", *arguments]), **result.summary()}
+    summary = {"command": _command(plan), **result.summary()}
     options.output.write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     if options.stories is not None:
@@ -313,6 +313,18 @@ def main(arguments: list[str]) -> int:
     else:
         print(text)
     return 1
+
+
+def _command(plan: Plan) -> str:
+    """What repeats the run's draws."""
+    shape = plan.shape
+    words = ["--minutes", f"{plan.seconds / 60:g}", "--in-flight", str(plan.in_flight)]
+    words += ["--seed", str(plan.seed), "--round-s", f"{plan.round_s:g}"]
+    words += ["--prefill", str(shape.prefill), "--decode", str(shape.decode)]
+    words += ["--engine", shape.engine, "--transport", shape.transport]
+    if plan.kinds not in (KINDS, ENGINE_KINDS):
+        words += ["--kinds", ",".join(plan.kinds)]
+    return f"make chaos ARGS={shlex.quote(shlex.join(words))}"
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
