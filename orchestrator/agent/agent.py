@@ -288,7 +288,7 @@ class Agent:
             node=self.node.name,
             pool=self.node.pool,
             incarnation=life.incarnation,
-            engine_url=self.node.engine_url,
+            engine_url=self.node.advertised_url,
             engine_api_key=life.api_key,
             control_addresses=tuple(description.control_addresses),
             model=self._config.model.name,

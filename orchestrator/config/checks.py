@@ -210,12 +210,10 @@ def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
             (node.endpoint_port, "127.0.0.1", f"{node.name} endpoint ({node.pool}.port_base)")
         )
         for rank in range(node.settings.engine_args.tensor_parallel_size):
-            port = node.control_port_base + rank if node.control_port_base else 0
-            uses.append(
-                (
-                    port,
-                    node.settings.transfer.host,
-                    f"{node.name} control ({node.pool}.transfer.port_base)",
-                )
-            )
+            for base, use in (
+                (node.control_port_base, f"control ({node.pool}.transfer.port_base)"),
+                (node.data_port_base, f"data ({node.pool}.transfer.data_port_base)"),
+            ):
+                port = base + rank if base else 0
+                uses.append((port, node.settings.transfer.host, f"{node.name} {use}"))
     return [use for use in uses if use[0]]

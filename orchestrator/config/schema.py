@@ -179,6 +179,11 @@ class TransferConfig(Section):
     takes free ports at start.
     """
 
+    data_port_base: Port = 0
+    """First port on which `tcp` and `local` receive pages, numbered like `port_base`; 0 takes a
+    free one at each start of an engine. Fixed ports are for firewalls and port mappings.
+    """
+
 
 class EngineArgs(Section):
     """What the engine is started with. Keys not listed here are passed to the engine as
@@ -250,6 +255,12 @@ class PoolConfig(Section):
 
     host: Host = "127.0.0.1"
     """Address on which the engines' HTTP servers listen; the router must reach it."""
+
+    advertise_host: str = ""
+    """Address by which the router and the other engines reach this pool's nodes (HTTP, control
+    channel, `tcp`'s data), when it is not the one they listen on: behind NAT, in containers. Ports
+    are the same on both sides. Empty: the addresses they listen on.
+    """
 
     port_base: Port = 0
     """First engine port; node i takes `port_base + 2 * i` for HTTP and the next one, always on

@@ -72,6 +72,8 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         "transport": transfer.transport,
         "control_host": transfer.host,
         "control_port_base": node.control_port_base,
+        "advertise_host": node.settings.advertise_host,
+        "data_port_base": node.data_port_base,
         "endpoint_port": node.endpoint_port,
         "incarnation": incarnation,
         "lease_s": transfer.lease_s,

@@ -96,7 +96,7 @@ class Connector:
             EngineDescription(
                 incarnation=config.incarnation,
                 fingerprint=fingerprint,
-                control_addresses=tuple(map(config.control_address, range(len(memories)))),
+                control_addresses=tuple(map(config.advertised_address, range(len(memories)))),
                 block_tokens=layout.block_tokens,
                 total_blocks=layout.num_blocks,
                 max_model_len=max_model_len,

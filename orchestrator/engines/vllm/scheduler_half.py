@@ -42,7 +42,7 @@ class SchedulerHalf:
         description = EngineDescription(
             incarnation=config.incarnation,
             fingerprint=engine_fingerprint(vllm_config, kv_cache_config),
-            control_addresses=tuple(config.control_address(r) for r in range(tensor_parallel)),
+            control_addresses=tuple(config.advertised_address(r) for r in range(tensor_parallel)),
             block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             total_blocks=self._blocks,
             max_model_len=vllm_config.model_config.max_model_len,

@@ -112,11 +112,12 @@ def test_ports_that_overlap_are_refused() -> None:
 def test_every_fixed_port_is_listed() -> None:
     """Router, HTTP, endpoint, and one control port per rank and node."""
     text = (
-        "engine: mock\nprefill: {replicas: 2, port_base: 9000, transfer: {port_base: 9100}, "
+        "engine: mock\nprefill: {replicas: 2, port_base: 9000, "
+        "transfer: {port_base: 9100, data_port_base: 9200}, "
         "engine_args: {tensor_parallel_size: 2}}\n"
     )
     ports = [port for port, _, _ in fixed_ports(parse(MODEL + text))]
-    assert ports == [8000, 9000, 9001, 9100, 9101, 9002, 9003, 9102, 9103]
+    assert ports == [8000, 9000, 9001, 9100, 9200, 9101, 9201, 9002, 9003, 9102, 9202, 9103, 9203]
 
 
 def test_an_open_router_needs_keys() -> None:
