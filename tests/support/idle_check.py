@@ -39,7 +39,7 @@ class IdleCheck:
         cluster.killed.clear()
         return cls(
             cluster,
-            {node: cluster.process(node).pid for node in cluster.nodes},
+            cluster.pids(),
             {path: path.stat().st_size for path in cluster.up.logs()},
         )
 
@@ -48,8 +48,9 @@ class IdleCheck:
         do.
         """
         await until_idle(self.cluster)
+        pids = self.cluster.pids()
         for node in set(self.cluster.nodes) - self.cluster.killed:
-            assert self.cluster.process(node).pid == self.pids[node], f"{node} has died"
+            assert pids[node] == self.pids[node], f"{node} has died"
         for path in self.cluster.up.logs():
             new = path.read_bytes()[self.log_bytes.get(path, 0) :]
             assert TRACEBACK not in new, f"{path.name}:\n{new.decode(errors='replace')[-4000:]}"
@@ -78,6 +79,14 @@ async def router_status(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
+async def until_usable(cluster: Cluster, node: str, *, usable: bool = True) -> None:
+    """The router gives the node work, or none."""
+    end = time.monotonic() + 2 * DEADLINE_S
+    while (await router_status(cluster))["nodes"][node]["is_usable"] != usable:
+        assert time.monotonic() < end, f"{node}: not {usable=}\n{cluster.up.story()}"
+        await asyncio.sleep(POLL_S)
+
+
 async def _busy(cluster: Cluster) -> list[str]:
     """What keeps the cluster from being idle, in words."""
     status = await router_status(cluster)
@@ -88,7 +97,7 @@ async def _busy(cluster: Cluster) -> list[str]:
         promised = ("prefill_legs", "decode_legs", "committed_blocks")
         found += [f"{name}: {node[key]} {key}" for key in promised if node.get(key)]
         found += [] if node["is_usable"] else [f"{name} gets no work"]
-    return found + _half_closed(cluster)
+    return found or _half_closed(cluster)
 
 
 def _half_closed(cluster: Cluster) -> list[str]:

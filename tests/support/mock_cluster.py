@@ -60,6 +60,10 @@ class Cluster:
         (found,) = (p for p, settings in self._processes() if settings["node"] == node)
         return found
 
+    def pids(self) -> dict[str, int]:
+        """Each node's engine process."""
+        return {settings["node"]: process.pid for process, settings in self._processes()}
+
     def _look_for(self, node: str) -> bool:
         status = self.up.node(node)
         for process, settings in self._processes():

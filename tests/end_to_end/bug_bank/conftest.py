@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import pytest_asyncio
 from support.idle_check import IdleCheck
 from support.mock_cluster import Cluster, running_cluster
@@ -13,8 +14,7 @@ from support.mock_cluster import Cluster, running_cluster
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    import pytest
-
+LONG = pytest.mark.long
 COMMON = """
 engine: mock
 model: {path: mock}
@@ -54,7 +54,7 @@ prefill: &pool
   replicas: 2
   kv_cache_bytes: 4 MiB
   engine_args: {block_size: 32, max_model_len: 1024, enable_faults: true}
-  transfer: {transport: nixl, stream_min_bytes: 4096, lease_s: 5, deadline_s: 10}
+  transfer: {transport: TRANSPORT, stream_min_bytes: 4096, lease_s: 5, deadline_s: 10}
 decode: *pool
 """
 )
@@ -66,9 +66,14 @@ async def pair_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
         yield cluster
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def quad_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with running_cluster(tmp_path_factory.mktemp("quad"), QUAD) as cluster:
+@pytest_asyncio.fixture(
+    scope="package", loop_scope="session", params=["local", pytest.param("nixl", marks=LONG)]
+)
+async def quad_cluster(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> AsyncIterator[Cluster]:
+    text = QUAD.replace("TRANSPORT", request.param)
+    async with running_cluster(tmp_path_factory.mktemp("quad"), text) as cluster:
         yield cluster
 
 
@@ -82,7 +87,9 @@ async def pair(pair_cluster: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def quad(quad_cluster: Cluster) -> AsyncIterator[Cluster]:
-    """Two prefill and two decode nodes over ``nixl``; idle before the test and after it."""
+    """Two prefill and two decode nodes over ``local``, or ``nixl``; idle before the test and after
+    it.
+    """
     check = await IdleCheck.begin(quad_cluster)
     yield quad_cluster
     await check.end()
