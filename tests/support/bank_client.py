@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 
+from support import mock_cluster
 from support.mock_cluster import TOKENS
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from support.mock_cluster import Cluster
     from support.mock_engines import EngineHandle, MockProcess
 
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))
+"""Marks of a recipe in its full size."""
 CLIENT_LIMIT_S = 60.0
 """Longer than every limit of the clusters: a client that waits so long has met a hang."""
 
@@ -52,6 +56,11 @@ class Answer:
         assert error["message"]
         assert error["code"] == self.status
         assert error.keys() >= {"message", "type", "param", "code"}
+
+
+def prompt_of(length: int, number: int) -> list[int]:
+    """A prompt that shares no block with one of another ``number`` below 65,536."""
+    return [number % 256, number // 256, *mock_cluster.prompt_of(length, number)][:length]
 
 
 def completion(prompt: list[int], tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from support.bank_client import LONG
 from support.idle_check import IdleCheck
 from support.mock_cluster import Cluster, running_cluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-LONG = pytest.mark.long
 COMMON = """
 engine: mock
 model: {path: mock}

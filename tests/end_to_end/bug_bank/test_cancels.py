@@ -8,9 +8,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from support.bank_client import gone, received, stopped, stream, text_of
+from support.bank_client import LONG, gone, prompt_of, received, stopped, stream, text_of
 from support.idle_check import until_idle
-from support.mock_cluster import Cluster, alone, prompt_of
+from support.mock_cluster import Cluster, alone
 from support.mock_engines import LAYERS
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ async def is_split(cluster: Cluster, start: int) -> None:
     _, decode = await engines_of(cluster)
     await until_idle(cluster)
     before = await received(decode)
-    prompt = prompt_of(150, start=start)
+    prompt = prompt_of(150, number=start)
     assert text_of((await stream(cluster, prompt)).raw) == alone(prompt)
     assert await received(decode) == before + 1
 
 
-@pytest.mark.parametrize("clients", [16, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("clients", [16, pytest.param(200, marks=LONG)])
 async def test_prefill_is_free_while_decode_has_not_even_heard(pair: Cluster, clients: int) -> None:
     """A01 (vllm-project/vllm#50425): clients leave after P has computed and before D has taken
     their requests. P is idle while D still stands, long before any lease ends.
@@ -44,7 +44,8 @@ async def test_prefill_is_free_while_decode_has_not_even_heard(pair: Cluster, cl
     prefill, _ = await engines_of(pair)
     with stopped(pair.process("decode-0")):
         asking = [
-            asyncio.create_task(stream(pair, prompt_of(400, start=100 + n))) for n in range(clients)
+            asyncio.create_task(stream(pair, prompt_of(400, number=100 + n)))
+            for n in range(clients)
         ]
         await prefill.until(lambda s: s.leased_blocks >= 13 * min(clients, 20), "held prompts")
         await gone(*asking)
@@ -52,12 +53,12 @@ async def test_prefill_is_free_while_decode_has_not_even_heard(pair: Cluster, cl
     await is_split(pair, 99)
 
 
-@pytest.mark.parametrize("clients", [24, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("clients", [24, pytest.param(200, marks=LONG)])
 async def test_clients_that_leave_at_every_stage(pair: Cluster, clients: int) -> None:
     """A01: every other client leaves at the moment when another one is answered; the rest is
     right.
     """
-    prompts = [prompt_of(30 + 37 * n % 440, start=400 + n) for n in range(clients)]
+    prompts = [prompt_of(30 + 37 * n % 440, number=400 + n) for n in range(clients)]
     asking = [asyncio.create_task(stream(pair, prompt)) for prompt in prompts]
     for n in range(0, clients, 2):
         assert text_of((await asking[n]).raw) == alone(prompts[n])
@@ -65,7 +66,7 @@ async def test_clients_that_leave_at_every_stage(pair: Cluster, clients: int) ->
     await is_split(pair, 399)
 
 
-@pytest.mark.parametrize("clients", [48, pytest.param(240, marks=pytest.mark.long)])
+@pytest.mark.parametrize("clients", [48, pytest.param(240, marks=LONG)])
 async def test_an_overload_of_clients_that_give_up(pair: Cluster, clients: int) -> None:
     """A02 (sgl-project/sglang#8177): no first token comes, and more clients than P takes give up.
 
@@ -75,7 +76,7 @@ async def test_an_overload_of_clients_that_give_up(pair: Cluster, clients: int) 
     prefill, decode = await engines_of(pair)
     await prefill.faults(hold_steps=True)
     asking = [
-        asyncio.create_task(stream(pair, prompt_of(10 + 41 * n % 470, start=700 + n)))
+        asyncio.create_task(stream(pair, prompt_of(10 + 41 * n % 470, number=700 + n)))
         for n in range(clients)
     ]
     await prefill.until(lambda s: s.waiting > 2, "a full prefill engine")
@@ -89,7 +90,7 @@ async def test_an_overload_of_clients_that_give_up(pair: Cluster, clients: int) 
     await is_split(pair, 699)
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=LONG)])
 async def test_an_abort_that_lands_as_the_prefill_ends(pair: Cluster, rounds: int) -> None:
     """A04 (vllm-project/vllm PR#25067): the client leaves in the step in which its prompt is
     finished and begins to be held. No engine dies, nothing is held.
@@ -97,7 +98,7 @@ async def test_an_abort_that_lands_as_the_prefill_ends(pair: Cluster, rounds: in
     prefill, _ = await engines_of(pair)
     for number in range(rounds):
         await prefill.faults(hold_at_layer=LAYERS - 1)
-        asking = asyncio.create_task(stream(pair, prompt_of(100, start=1000 + number)))
+        asking = asyncio.create_task(stream(pair, prompt_of(100, number=1000 + number)))
         await prefill.until(lambda s: s.running == 1, "prefill")
         going = asyncio.create_task(prefill.faults())
         for _ in range(number % 20):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
-from support.bank_client import completion, gone
+from support.bank_client import LONG, completion, gone, prompt_of
 from support.idle_check import TRACEBACK
-from support.mock_cluster import alone, prompt_of
+from support.mock_cluster import alone
 from support.mock_engines import EngineOptions, MockProcess, Pair, pair_of, running
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TRANSPORTS = ("tcp", "local", "nixl")
 DECODE_BLOCKS = 40
+OTHERS = 8
 SMALL = ("--max-model-len", "1024")
 BLOCK_BYTES = 4 * 2 * 32 * 32  # layers, heads, tokens, bytes of a head
 
@@ -73,7 +74,7 @@ def _text(answer: tuple[int, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("rounds", [1, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(100, marks=LONG)])
 async def test_a_late_write_meets_nobody_elses_pages(
     pairs: GetPair, transport: str, rounds: int
 ) -> None:
@@ -85,16 +86,18 @@ async def test_a_late_write_meets_nobody_elses_pages(
     for number in range(rounds):
         transfer_id = f"late-{transport}-{number}"
         await prefill.faults(hold_at_layer=2)
-        legs = pair.legs(prompt_of(200, start=9000 + number), 12, transfer_id)
+        legs = pair.legs(prompt_of(200, number=9000 + number), 12, transfer_id)
         asking = [_ask(prefill, legs[0]), _ask(decode, legs[1])]
         await decode.until(lambda s: s.open_transfers == 1, "reservation")
         await prefill.until(lambda s: s.open_transfers == 1, "open transfer")
         prefill.signal(signal.SIGSTOP)
         await gone(*asking)
         await decode.until(lambda s: s.waiting == 0, "abort")
-        await decode.faults(hold_after_tokens=8)
-        prompts = [prompt_of(150, start=9100 + 10 * number + n) for n in range(8)]
+        await decode.faults(hold_steps=True)
+        prompts = [prompt_of(150, number=9100 + OTHERS * number + n) for n in range(OTHERS)]
         others = [_ask(decode, completion(prompt, 20)) for prompt in prompts]
+        await decode.until(lambda s: s.waiting == OTHERS, "requests of others")
+        await decode.faults(hold_after_tokens=8)
         await decode.until(lambda s: s.free_blocks < 5 and s.running >= 6, "full memory")
         prefill.signal(signal.SIGCONT)
         await prefill.faults()
@@ -115,7 +118,7 @@ async def test_a_preempted_request_does_not_wait_for_pages_again(
     """
     pair = await pairs(transport)
     before = (await pair.decode.status()).counters
-    prompts = [prompt_of(100 + n, start=9500 + n) for n in range(8)]
+    prompts = [prompt_of(100 + n, number=9500 + n) for n in range(8)]
     answers = await asyncio.gather(*(pair.answer(prompt, 100) for prompt in prompts))
     for prompt, (text, _) in zip(prompts, answers, strict=True):
         assert text == alone(prompt, 100)
@@ -132,11 +135,11 @@ async def test_a_peers_former_life_is_not_asked(pairs: GetPair, transport: str) 
     It computes the prompt itself: the text is right.
     """
     pair = await pairs(transport)
-    known = prompt_of(90, start=9700)
+    known = prompt_of(90, number=9700)
     assert (await pair.answer(known))[0] == alone(known, 16)
     await pair.until_idle()
     await pair.decode.faults(hold_requests=True)
-    prompt = prompt_of(200, start=9701)
+    prompt = prompt_of(200, number=9701)
     legs = pair.legs(prompt, 12)
     answering = _ask(pair.decode, legs[1])
     assert (await pair.prefill.ask(legs[0]))[0] == 200
@@ -144,7 +147,7 @@ async def test_a_peers_former_life_is_not_asked(pairs: GetPair, transport: str) 
     pair.prefill.kill()
     successor = (await pairs(transport)).prefill
     assert successor.control_addresses == pair.prefill.control_addresses
-    foreign = prompt_of(500, start=9702)
+    foreign = prompt_of(500, number=9702)
     assert _text(await successor.ask(completion(foreign))) == alone(foreign)
     pair.decode.signal(signal.SIGCONT)
     await pair.decode.faults()

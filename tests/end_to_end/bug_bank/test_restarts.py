@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from end_to_end.bug_bank.conftest import PAIR
-from support.bank_client import ask, completion, stopped, stream, text_of
+from support.bank_client import LONG, ask, completion, prompt_of, stopped, stream, text_of
 from support.idle_check import until_idle, until_usable
-from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
+from support.mock_cluster import Cluster, alone, running_cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ async def _serves_over_every_pair(cluster: Cluster, requests: int, start: int) -
     seen = set()
     for first in range(0, requests, 8):
         prompts = {
-            f"over-pairs-{start + n}": prompt_of(60 + n % 100, start=start + n)
+            f"over-pairs-{start + n}": prompt_of(60 + n % 100, number=start + n)
             for n in range(first, min(first + 8, requests))
         }
         answers = await asyncio.gather(
@@ -60,7 +60,7 @@ async def _serves_over_every_pair(cluster: Cluster, requests: int, start: int) -
     assert seen >= PAIRS
 
 
-@pytest.mark.parametrize("requests", [32, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [32, pytest.param(100, marks=LONG)])
 async def test_a_decode_node_comes_back_on_its_ports(quad: Cluster, requests: int) -> None:
     """A07 (smg-project/smg#2382): SIGKILL of D under load. What it had is answered rightly or is
     an error; its next life is written to by every P that knew the former one.
@@ -69,7 +69,7 @@ async def test_a_decode_node_comes_back_on_its_ports(quad: Cluster, requests: in
     before = quad.up.node("decode-0")
     victim = await quad.engine("decode-0")
     await victim.faults(hold_after_tokens=2)
-    prompts = [prompt_of(100 + n, start=5200 + n) for n in range(16)]
+    prompts = [prompt_of(100 + n, number=5200 + n) for n in range(16)]
     load = [asyncio.create_task(ask(quad.url, completion(prompt))) for prompt in prompts]
     await victim.until(lambda s: s.running > 0, "an answer")
     await quad.kill_engine("decode-0")
@@ -88,7 +88,7 @@ async def test_a_decode_node_comes_back_on_its_ports(quad: Cluster, requests: in
 
 
 @pytest.mark.parametrize("moment", ["idle", "in mid transfer"])
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=LONG)])
 async def test_a_prefill_node_comes_back_on_its_ports(
     quad: Cluster, rounds: int, moment: str
 ) -> None:
@@ -101,7 +101,7 @@ async def test_a_prefill_node_comes_back_on_its_ports(
         if moment == "idle":
             await quad.kill_engine("prefill-0")
         else:
-            prompts = [prompt_of(150, start=start + 10 * number + n) for n in range(2)]
+            prompts = [prompt_of(150, number=start + 10 * number + n) for n in range(2)]
             await victim.faults(hold_at_layer=2)
             asking = [asyncio.create_task(stream(quad, prompt)) for prompt in prompts]
             await victim.until(lambda s: s.open_transfers > 0, "open transfer")
@@ -110,7 +110,7 @@ async def test_a_prefill_node_comes_back_on_its_ports(
                 assert text_of(answer.raw) == alone(prompt)
         reborn = await quad.engine("prefill-0")
         await until_usable(quad, "prefill-0")
-        prompts = [prompt_of(150, start=start + 10 * number + 3 + n) for n in range(6)]
+        prompts = [prompt_of(150, number=start + 10 * number + 3 + n) for n in range(6)]
         answers = await asyncio.gather(*(stream(quad, prompt) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert text_of(answer.raw) == alone(prompt)
@@ -126,7 +126,7 @@ async def test_a_prefill_node_that_is_asked_to_leave(tmp_path: Path) -> None:
         prefill = await cluster.engine("prefill-0")
         engine = cluster.process("prefill-0")
         agent = cluster.up.node("prefill-0")["agent_pid"]
-        prompts = [prompt_of(100 + n, start=7000 + n) for n in range(20)]
+        prompts = [prompt_of(100 + n, number=7000 + n) for n in range(20)]
         with stopped(cluster.process("decode-0")):
             asking = [asyncio.create_task(stream(cluster, prompt)) for prompt in prompts]
             await prefill.until(lambda s: s.leased_blocks == 20 * 4, "held prompts")

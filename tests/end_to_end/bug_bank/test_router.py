@@ -9,9 +9,19 @@ import json
 from typing import Any
 
 import pytest
-from support.bank_client import Answer, ask, completion, received, stopped, stream, text_of
+from support.bank_client import (
+    LONG,
+    Answer,
+    ask,
+    completion,
+    prompt_of,
+    received,
+    stopped,
+    stream,
+    text_of,
+)
 from support.idle_check import router_status, until_usable
-from support.mock_cluster import Cluster, alone, prompt_of
+from support.mock_cluster import Cluster, alone
 from support.mock_engines import POLL_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -20,12 +30,12 @@ DECODE = ("decode-0", "decode-1")
 PREFILL = ("prefill-0", "prefill-1")
 
 INVALID: dict[str, dict[str, Any] | bytes] = {
-    "too long": completion(prompt_of(1500, start=1)),
-    "too many tokens": completion(prompt_of(1000, start=2), 2000),
-    "unknown model": completion(prompt_of(40, start=3)) | {"model": "other"},
+    "too long": completion(prompt_of(1500, number=1)),
+    "too many tokens": completion(prompt_of(1000, number=2), 2000),
+    "unknown model": completion(prompt_of(40, number=3)) | {"model": "other"},
     "bad JSON": b'{"model": "mock", "prompt": [1, 2',
-    "bad stop": completion(prompt_of(40, start=4), stop={"not": "a list"}),
-    "bad limit": completion(prompt_of(40, start=5), -1),
+    "bad stop": completion(prompt_of(40, number=4), stop={"not": "a list"}),
+    "bad limit": completion(prompt_of(40, number=5), -1),
 }
 
 
@@ -51,7 +61,7 @@ async def test_a_stream_whose_engine_dies_has_no_clean_end(quad: Cluster) -> Non
     """
     for name in DECODE:
         await (await quad.engine(name)).faults(hold_after_tokens=4)
-    prompt = prompt_of(150, start=3000)
+    prompt = prompt_of(150, number=3000)
     asking = asyncio.create_task(stream(quad, prompt))
     victim = await _running(quad)
     await quad.kill_engine(victim)
@@ -83,7 +93,7 @@ async def test_a_node_that_hangs_is_left_out(quad: Cluster, node: str) -> None:
     """A36 (vllm-project/production-stack#749): what it holds ends within its limit, with a right
     answer or an error; everybody else is served by the others, and it comes back.
     """
-    prompts = [prompt_of(100, start=3100 + n) for n in range(24)]
+    prompts = [prompt_of(100, number=3100 + n) for n in range(24)]
     with stopped(quad.process(node)):
         early = [asyncio.create_task(stream(quad, prompt)) for prompt in prompts[:8]]
         await until_usable(quad, node, usable=False)
@@ -111,7 +121,7 @@ async def _until_works(cluster: Cluster, node: str) -> None:
     engine = await cluster.engine(node)
     before = (await engine.status()).counters.get(counter, 0)
     for number in range(20):
-        prompt = prompt_of(100, start=3200 + number)
+        prompt = prompt_of(100, number=3200 + number)
         assert text_of((await stream(cluster, prompt)).raw) == alone(prompt)
         if (await engine.status()).counters.get(counter, 0) > before:
             return
@@ -132,14 +142,14 @@ async def test_clients_mistakes_are_not_the_nodes(pair: Cluster) -> None:
     for number in range(50):
         answer = await ask(pair.url, bad[number % len(bad)])
         assert answer.status in (400, 404)
-    prompt = prompt_of(100, start=3300)
+    prompt = prompt_of(100, number=3300)
     count = await received(await pair.engine("decode-0"))
     assert text_of((await stream(pair, prompt)).raw) == alone(prompt)
     assert await received(await pair.engine("decode-0")) == count + 1
     assert view(await router_status(pair)) == before
 
 
-@pytest.mark.parametrize("prompts", [100, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("prompts", [100, pytest.param(400, marks=LONG)])
 async def test_equal_nodes_do_equal_work(quad: Cluster, prompts: int) -> None:
     """A39 (vllm-project/router PR#198): 32 at a time over two nodes of each pool: none has less
     than 40 % or more than 60 %.
@@ -148,7 +158,7 @@ async def test_equal_nodes_do_equal_work(quad: Cluster, prompts: int) -> None:
     slots = asyncio.Semaphore(32)
 
     async def one(number: int) -> None:
-        prompt = prompt_of(40 + number % 90, start=4000 + number)
+        prompt = prompt_of(40 + number % 90, number=4000 + number)
         async with slots:
             assert text_of((await stream(quad, prompt)).raw) == alone(prompt)
 

@@ -8,6 +8,7 @@ import json
 import pytest
 from router_stubs.cluster import StubCluster, completion, stub_cluster
 from router_stubs.engine import DONE, SSE, Asked, plain_answer, send
+from support.bank_client import LONG
 
 
 async def _is_answered(cluster: StubCluster) -> None:
@@ -17,7 +18,7 @@ async def _is_answered(cluster: StubCluster) -> None:
 
 
 @pytest.mark.parametrize("closes", ["before the request", "on the request", "as it restarts"])
-@pytest.mark.parametrize("requests", [40, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [40, pytest.param(200, marks=LONG)])
 async def test_a_kept_connection_that_the_engine_closes(requests: int, closes: str) -> None:
     """A37 (llm-d/llm-d PR#1564): both engines close every connection on which they have answered,
     just as it is used again, or are started anew on the same port. No client gets a 5xx.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from end_to_end.bug_bank.conftest import PAIR
+from support.bank_client import prompt_of
 from support.idle_check import router_status
-from support.mock_cluster import Cluster, alone, prompt_of
+from support.mock_cluster import Cluster, alone
 from support.mock_engines import (
     POLL_S,
     START_DEADLINE_S,
@@ -55,7 +56,7 @@ async def test_what_this_machine_may_lack(tmp_path: Path, env: dict[str, str]) -
     if serves:
         again = pair_of(tmp_path, options, replace(options, role="decode"))
         async with running(again.prefill, again.decode):
-            prompt = prompt_of(200, start=9900)
+            prompt = prompt_of(200, number=9900)
             assert (await again.answer(prompt, TOKENS))[0] == alone(prompt)
     else:
         ((name, value),) = env.items()
@@ -71,7 +72,7 @@ async def test_tcp_only(tmp_path: Path) -> None:
     options = EngineOptions("prefill", "nixl", env={"UCX_TLS": "tcp"})
     pair = pair_of(tmp_path, options, replace(options, role="decode"))
     async with running(pair.prefill, pair.decode):
-        prompt = prompt_of(200, start=9901)
+        prompt = prompt_of(200, number=9901)
         async with asyncio.timeout(20):
             assert (await pair.answer(prompt, TOKENS))[0] == alone(prompt)
         await pair.until_idle()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.bank_client import Answer, ask, completion, gone, stream, text_of
-from support.mock_cluster import Cluster, alone, prompt_of
+from support.bank_client import LONG, Answer, ask, completion, gone, prompt_of, stream, text_of
+from support.mock_cluster import Cluster, alone
 from support.mock_engines import BLOCK_TOKENS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("requests", [192, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [192, pytest.param(2000, marks=LONG)])
 async def test_nobody_gets_somebody_elses_answer(quad: Cluster, requests: int) -> None:
     """A11 (sgl-project/sglang#17259): prompts that no other resembles, 64 at a time, a third of the
     clients gone when another one is answered; every text belongs to its prompt.
@@ -20,7 +20,7 @@ async def test_nobody_gets_somebody_elses_answer(quad: Cluster, requests: int) -
     slots = asyncio.Semaphore(64)
 
     async def one(number: int) -> Answer:
-        prompt = prompt_of(40 + number * 7 % 230, start=8000 + number)
+        prompt = prompt_of(40 + number * 7 % 230, number=8000 + number)
         async with slots:
             answer = await stream(quad, prompt)
         assert text_of(answer.raw) == alone(prompt)
@@ -40,8 +40,8 @@ async def test_a_second_turn_after_a_part_of_a_block(pair: Cluster, blocks: int,
     """A12 (vllm-project/vllm PR#34616): what is known of the first turn ends neither on a block's
     edge nor with the prompt; the second turn is right, and nothing is counted as known that is not.
     """
-    first = prompt_of(blocks * BLOCK_TOKENS + rest, start=8100 + blocks * 40 + rest)
-    second = [*first, *prompt_of(40, start=rest)]
+    first = prompt_of(blocks * BLOCK_TOKENS + rest, number=8100 + blocks * 40 + rest)
+    second = [*first, *prompt_of(40, number=rest)]
     for prompt in (first, second, second):
         answer = await ask(pair.url, completion(prompt))
         assert answer.text == alone(prompt)
@@ -54,6 +54,6 @@ async def test_a_prompt_that_is_wholly_known(pair: Cluster, blocks: int) -> None
     three times: no engine dies of having nothing left to compute.
     """
     for length in {max(1, blocks * BLOCK_TOKENS + more) for more in (-1, 0, 1)}:
-        prompt = prompt_of(length, start=8500 + length)
+        prompt = prompt_of(length, number=8500 + length)
         for _ in range(3):
             assert (await ask(pair.url, completion(prompt))).text == alone(prompt)
