@@ -34,7 +34,7 @@ MODEL = "mock"
 BLOCK_TOKENS = 32
 LAYERS = 4
 POLL_S = 0.01
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 DEADLINE_S = 10.0
 
 _ports = itertools.count(20_000 + os.getpid() % 500 * 20)
