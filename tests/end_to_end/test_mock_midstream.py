@@ -85,13 +85,13 @@ async def test_a_stopped_engine_is_left_when_it_stays_silent(cluster: Cluster) -
     right = [event async for event in events(cluster, body)]
     stream = await held_stream(cluster, body)
     stopped = cluster.up.node(stream.node)["incarnation"]
-    cluster.signal_engine(stream.node, signal.SIGSTOP)
+    cluster.process(stream.node).send_signal(signal.SIGSTOP)
     try:
         await let_go(cluster, but=stream.node)
         async with asyncio.timeout(20):
             assert without_identity(await stream.rest()) == without_identity(right)
     finally:
-        cluster.signal_engine(stream.node, signal.SIGCONT)
+        cluster.process(stream.node).send_signal(signal.SIGCONT)
     await all_idle(cluster)
     assert cluster.up.node(stream.node)["incarnation"] == stopped
 

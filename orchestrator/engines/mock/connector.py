@@ -80,6 +80,7 @@ class Connector:
         layout = memories[0].layout
         self._reports = RankReports(len(memories))
         self._prompt_tokens_computed = 0
+        self._preemptions = 0
         self._scheduler: Scheduler | None = None
         self._threads = [
             TransferThread(
@@ -151,6 +152,7 @@ class Connector:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Tell the threads what this step is about. Waits only when a request is preempted."""
+        self._preemptions += len(plan.preempted)
         for request_id in plan.preempted:
             self._legs.preempted(request_id)
         for chunk in plan.chunks:
@@ -179,7 +181,10 @@ class Connector:
         """Read by the endpoint's thread: single reads of values that the loop's thread replaces."""
         scheduler = self._scheduler
         assert scheduler is not None, "the endpoint was started before the scheduler"
-        own = {"prompt_tokens_computed": float(self._prompt_tokens_computed)}
+        own = {
+            "prompt_tokens_computed": float(self._prompt_tokens_computed),
+            "preemptions": float(self._preemptions),
+        }
         return EngineLoad(
             running=scheduler.running_requests,
             waiting=scheduler.waiting_requests,
