@@ -48,8 +48,13 @@ class Node:
     lives: int = 0
     is_known: bool = False
     """The agent's connection to the router stands."""
-    deaths: list[str] = field(default_factory=list)
-    """Incarnations whose death the router has not been told."""
+    deaths: list[tuple[str, bool]] = field(default_factory=list)
+    """Incarnations whose death the router has not been told, and whether they owed nothing."""
+    draining: str = ""
+    """The incarnation that gets no new work."""
+    dismissed: str = ""
+    """The incarnation that may end."""
+    is_overdue: bool = False
 
 
 @dataclass
@@ -171,6 +176,14 @@ class Cluster:
                 self.clients[request_id].ends.append(f"{status} {message}")
             case ef.EndRequest(timeline):
                 self._end(timeline)
+            case ef.DrainNode(node, incarnation):
+                self.network.send(ROUTER, node, self._drain, self.nodes[node], incarnation)
+            case ef.DismissNode(node, incarnation, at_once):
+                self.network.send(
+                    ROUTER, node, self._dismiss, self.nodes[node], incarnation, at_once
+                )
+            case ef.AnswerDrain(verdict=verdict, message=message):
+                self.world.note(f"drain: {verdict}: {message}")
             case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
                 pass
 
@@ -357,7 +370,8 @@ class Cluster:
                     self.world.at(CUT_LEG_S, self.tell, ev.NodeDisconnected(node.name, incarnation))
             return
         while node.deaths:
-            died = ev.NodeDied(node.name, node.deaths.pop(0), "killed")
+            incarnation, owed_nothing = node.deaths.pop(0)
+            died = ev.NodeDied(node.name, incarnation, "killed", owed_nothing)
             self.network.send(node.name, ROUTER, self.tell, died)
         engine = node.engine
         if engine is None:
@@ -365,29 +379,46 @@ class Cluster:
         if not node.is_known:
             self._join(node)
         if engine.process.is_stopped:
+            if node.is_overdue and node.dismissed == engine.incarnation:
+                self.kill(node)
             return
         status = engine.legs.status()
         state = NodeState(
             node=node.name,
             incarnation=engine.incarnation,
-            phase="ready",
+            phase="draining" if node.draining == engine.incarnation else "ready",
             running=status.running,
             waiting=status.waiting,
             free_blocks=status.free_blocks,
             total_blocks=status.total_blocks,
+            open_transfers=engine.transfers.open_transfers,
             leased_blocks=status.leased_blocks,
         )
         self.network.send(node.name, ROUTER, self.tell, ev.NodeReported(state))
+        if node.dismissed == engine.incarnation:
+            owed = state.running + state.waiting + state.open_transfers + state.leased_blocks
+            if node.is_overdue or not owed:
+                self.kill(node, owed_nothing=not owed)
 
-    def kill(self, node: Node) -> None:
-        """The engine is killed with -9; its agent starts another one."""
+    def drain(self, name: str, timeout_s: float | None) -> None:
+        """An operator restarts a node."""
+        self.tell(ev.DrainRequested(0, name, restarts=True, is_forced=True, timeout_s=timeout_s))
+
+    def _drain(self, node: Node, incarnation: str) -> None:
+        node.draining = incarnation
+
+    def _dismiss(self, node: Node, incarnation: str, at_once: bool) -> None:
+        node.dismissed, node.is_overdue = incarnation, at_once
+
+    def kill(self, node: Node, *, owed_nothing: bool = False) -> None:
+        """The engine is killed with -9, or has drained; its agent starts another one."""
         engine = node.engine
         if engine is None:
             return
-        self.world.note(f"{engine.incarnation} is killed")
+        self.world.note(f"{engine.incarnation} {'has drained' if owed_nothing else 'is killed'}")
         engine.process.kill()
         node.engine = None
-        node.deaths.append(engine.incarnation)
+        node.deaths.append((engine.incarnation, owed_nothing))
         for leg in list(self.legs.values()):
             if leg.engine is engine and not leg.is_over:
                 self._answer(leg, self._break, leg, "the connection was reset")

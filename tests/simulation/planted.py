@@ -10,7 +10,9 @@ from splitserve.kv_transfer.send_book import SendBook
 from splitserve.kv_transfer.session_receive import ReceiveSession, SourceState
 from splitserve.kv_transfer.session_send import Release, SinkState
 from splitserve.orchestrator.core.actions import Actions
+from splitserve.orchestrator.core.draining import Draining
 from splitserve.orchestrator.core.effects import AnnounceDeath, CancelLeg
+from splitserve.orchestrator.core.membership import Membership, Node
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.prefill_node.prefills import Prefills
 
@@ -94,6 +96,21 @@ def _slot_is_kept(real: Any, actions: Actions, request: Any) -> None:
     request.has_prefill_leg = False
 
 
+def _no_patience(real: Any, core: Draining, node: Any, restarts: bool, due: float) -> None:
+    """A drain is over when it begins."""
+    real(core, node, restarts, 0.0)
+
+
+def _is_not_awaited(real: Any, membership: Membership, role: str) -> bool:
+    """Nobody waits for a node that restarts."""
+    return False
+
+
+def _keeps_its_work(patch: pytest.MonkeyPatch) -> None:
+    """A node that drains is chosen as before."""
+    patch.setattr(Node, "is_usable", property(lambda n: n.is_connected and not n.is_silent))
+
+
 def _abort_is_not_told(real: Any, prefills: Prefills, request_id: str, **named: Any) -> bool:
     """A finished prefill's blocks are free at once."""
     return False
@@ -115,3 +132,10 @@ BUGS: dict[str, Plant] = {
     "an aborted parked request frees its blocks": _method(Engine, "abort", _frees_at_abort),
 }
 """By what is wrong."""
+
+DRAIN_BUGS: dict[str, Plant] = {
+    "a drain is not patient": _method(Draining, "_begin_drain", _no_patience),
+    "a node that restarts is not awaited": _method(Membership, "awaits", _is_not_awaited),
+    "a node that drains gets new work": _keeps_its_work,
+}
+"""By what is wrong: a request fails although nodes do nothing but drain and restart."""

@@ -10,7 +10,7 @@ from simulation.network import Weather
 from simulation.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 LOAD_S = 4.0
 """Requests arrive and faults begin within this time."""
@@ -32,21 +32,32 @@ class Result:
     outcomes: dict[str, int]
 
 
-def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
-    """Run a seed to its end. Raises ``InvariantError``, or any assertion of the code under test."""
+def run(
+    seed: int,
+    *,
+    requests: int = 16,
+    faults: int = 6,
+    kinds: Sequence[Callable[[Cluster], None]] | None = None,
+    begin_s: float = 0.0,
+) -> Result:
+    """Run a seed to its end, with faults of all kinds unless told otherwise; nothing is asked and
+    no fault begins before ``begin_s``. Raises ``InvariantError``, or any assertion of the code
+    under test.
+    """
+    kinds = kinds or FAULTS
     world = World(seed)
     random = world.random
     cluster = Cluster(world, random.randint(1, 2), random.randint(1, 2))
     for number in range(requests):
         client = random_client(cluster, number)
-        world.at(random.random() * LOAD_S, cluster.ask, client)
+        world.at(begin_s + random.random() * LOAD_S, cluster.ask, client)
     for _ in range(faults):
-        world.at(random.random() * LOAD_S, random.choice(FAULTS), cluster)
-    end = LOAD_S + LONGEST_FAULT_S + SETTLE_S
+        world.at(begin_s + random.random() * LOAD_S, random.choice(kinds), cluster)
+    end = begin_s + LOAD_S + LONGEST_FAULT_S + SETTLE_S
     while world.now < end and world.step():
         if world.steps > STEP_LIMIT:
             world.fail(f"more than {STEP_LIMIT} steps")
-        if is_over(cluster):
+        if world.now > begin_s + LOAD_S and is_over(cluster):
             break
     left = cluster.leftovers()
     if left:
@@ -58,11 +69,8 @@ def run(seed: int, *, requests: int = 16, faults: int = 6) -> Result:
 
 
 def is_over(cluster: Cluster) -> bool:
-    """Every request and every fault has come and gone, and nothing is left."""
-    world = cluster.world
-    return world.now > LOAD_S and not (
-        cluster.open_faults or cluster.core.requests or cluster.leftovers()
-    )
+    """No fault goes on, and nothing is left of any request."""
+    return not (cluster.open_faults or cluster.core.requests or cluster.leftovers())
 
 
 def _for_a_while(cluster: Cluster, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -152,4 +160,18 @@ def preempt(cluster: Cluster) -> None:
         engine.process.at(random.random(), engine.preempt)
 
 
+def drain(cluster: Cluster) -> None:
+    """An operator restarts a node, some with little patience."""
+    random = cluster.world.random
+    cluster.drain(random.choice(list(cluster.nodes)), random.choice([None, 1.0, 10.0]))
+
+
+def drain_patiently(cluster: Cluster) -> None:
+    """An operator restarts a node, and waits for what it owes."""
+    cluster.drain(cluster.world.random.choice(list(cluster.nodes)), None)
+
+
 FAULTS = [kill, pause, slow, partition, weather, leave, preempt, preempt]
+FAULTS_AND_DRAINS = [*FAULTS, drain, drain, drain]
+DRAINS = [drain_patiently, drain_patiently, slow, preempt]
+"""What fails no request."""

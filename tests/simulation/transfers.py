@@ -126,6 +126,11 @@ class Transfers:
         self._expected: set[int] = set()
         engine.process.at(TICK_S, self._tick)
 
+    @property
+    def open_transfers(self) -> int:
+        """As the engine reports them."""
+        return self.sending.open_sessions + self.receiving.open_sessions
+
     # -- the engine ----------------------------------------------------------------------------
 
     def begin_step(self, orders: StepOrders) -> None:
