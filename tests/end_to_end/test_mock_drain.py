@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import AsyncIterator
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 CLUSTER = """
 name: mock-drain
