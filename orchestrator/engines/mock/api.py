@@ -269,8 +269,6 @@ async def _stream(
         if not response.prepared:
             raise
         await _send(response, MockApiError(500, str(error)).body())
-    except ConnectionResetError:
-        return response  # The client has left; its requests are aborted by the caller.
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
 
