@@ -118,14 +118,21 @@ async def test_a_preempted_request_does_not_wait_for_pages_again(
     """
     pair = await pairs(transport)
     before = (await pair.decode.status()).counters
-    prompts = [prompt_of(100 + n, number=9500 + n) for n in range(8)]
-    answers = await asyncio.gather(*(pair.answer(prompt, 100) for prompt in prompts))
-    for prompt, (text, _) in zip(prompts, answers, strict=True):
+    arrived = before.get("received_transfers", 0) + OTHERS
+    await pair.prefill.faults(hold_steps=True)
+    prompts = [prompt_of(100 + n, number=9500 + n) for n in range(OTHERS)]
+    asking = [asyncio.create_task(pair.answer(prompt, 100)) for prompt in prompts]
+    await pair.decode.until(lambda s: s.open_transfers == OTHERS, "reservations")
+    await pair.decode.faults(hold_after_tokens=20)
+    await pair.prefill.faults()
+    await pair.decode.until(lambda s: s.counters.get("received_transfers") == arrived, "all pages")
+    await pair.decode.faults()
+    for prompt, (text, _) in zip(prompts, await asyncio.gather(*asking), strict=True):
         assert text == alone(prompt, 100)
     await pair.until_idle()
     after = (await pair.decode.status()).counters
     assert after["preemptions"] > before["preemptions"]
-    assert after["received_transfers"] - before["received_transfers"] == len(prompts)
+    assert after["received_transfers"] == arrived
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
