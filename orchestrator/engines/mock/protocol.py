@@ -189,7 +189,7 @@ class TextOf:
             at, self.stop_reason = min(places)
             return self._held[:at]
         keep = 0 if is_last else max((len(stop) for stop in self._stops), default=1) - 1
-        out = self._held[: len(self._held) - keep]
+        out = self._held[: max(0, len(self._held) - keep)]
         self._held = self._held[len(out) :]
         return out
 

@@ -109,3 +109,18 @@ def test_stop_strings_cut_the_text() -> None:
     whole = TextOf(("zz",))
     assert whole.feed("a", is_last=False) + whole.feed("z", is_last=True) == "az"
     assert whole.stop_reason is None
+
+
+def test_no_text_leaves_before_it_cannot_begin_a_stop_string() -> None:
+    """A stop string longer than what is held: nothing goes out yet; an answer that is taken over
+    goes on as it would have.
+    """
+    text = TextOf(("seven77",))
+    assert [text.feed(character, is_last=False) for character in "abcdefgh"] == [
+        *[""] * 6,
+        "a",
+        "b",
+    ]
+    resumed = TextOf(("seven77",))
+    resumed.resume("abcdefgh")
+    assert resumed.feed("i", is_last=False) == text.feed("i", is_last=False) == "c"
