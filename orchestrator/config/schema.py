@@ -318,10 +318,16 @@ class PolicyConfig(Section):
     breaker: BreakerConfig = BreakerConfig()
     """When a failing node gets no work."""
 
+    own_prompt_limit_tokens: int = Field(default=16_384, ge=0)
+    """Prompt tokens that a decode node computes at a time for want of a usable prefill node; more
+    would drown its streams. One prompt it always may. Others wait in the router's queue; a request
+    whose prefill nodes have failed gets status 503.
+    """
+
     max_attempts: int = Field(default=2, ge=1)
-    """Nodes of each pool that one request is tried on before its first data. After the last prefill
-    node the decode node computes the prompt itself; after the last decode node the client gets an
-    error.
+    """Nodes of each pool that one request is tried on. After the last prefill node the decode node
+    computes the prompt itself; after the last decode node, also of a stream that was continued, the
+    client gets an error.
     """
 
 

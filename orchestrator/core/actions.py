@@ -76,7 +76,18 @@ class Actions(Endings):
     def compute_on_decode(self, request: Request, now: float, reason: str) -> list[Effect]:
         """The prefill leg will not deliver: the decode node is told to stop waiting."""
         assert request.choice is not None
+        decode = request.choice.decode
+        if not self.has_headroom(decode, request):
+            message = (
+                f"{reason}; no other prefill node is left, and {decode.name} computes "
+                f"{decode.own_prompt_tokens} prompt tokens itself already "
+                "(policy.own_prompt_limit_tokens)"
+            )
+            return self._end_with_error(
+                request, 503, message, now, self._retry_after_s(request, now)
+            )
         effects = self._cancel_prefill(request)
+        self._compute_on(decode, request)
         request.phase = Phase.ALONE
         return [*effects, FailTransfer(request.choice.decode.name, request.transfer_id, reason)]
 
@@ -85,6 +96,7 @@ class Actions(Endings):
             request.timeline.first_data = now
         request.timeline.status = 200
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
+        self._has_computed(request)
         request.phase = Phase.STREAMING
         return []
 

@@ -116,11 +116,13 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.QUEUED, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),
     **_before_first_data(_P.PREFILLING),
     (_P.PREFILLING, _T.PREFILL_ANSWERED): Row("release_prefill", (_P.LANDING,)),
-    (_P.PREFILLING, _T.PREFILL_FAILED): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
-    (_P.PREFILLING, _T.PREFILL_NODE_LOST): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
+    (_P.PREFILLING, _T.PREFILL_FAILED): Row("retry_prefill", (_P.PREFILLING, _P.ALONE, _P.ENDED)),
+    (_P.PREFILLING, _T.PREFILL_NODE_LOST): Row(
+        "retry_prefill", (_P.PREFILLING, _P.ALONE, _P.ENDED)
+    ),
     (_P.PREFILLING, _T.PREFILL_NODE_SILENT): Row("leave_silent_prefill", _RESTARTED),
     **_before_first_data(_P.LANDING),
-    (_P.LANDING, _T.PREFILL_NODE_LOST): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
+    (_P.LANDING, _T.PREFILL_NODE_LOST): Row("retry_prefill", (_P.PREFILLING, _P.ALONE, _P.ENDED)),
     (_P.LANDING, _T.PREFILL_NODE_SILENT): Row("leave_silent_prefill", (_P.LANDING, *_RESTARTED)),
     **_before_first_data(_P.ALONE),
     (_P.ALONE, _T.PREFILL_NODE_LOST): Row("stay", (_P.ALONE,)),

@@ -30,7 +30,7 @@ class CoreLimits:
     an agent that lost its connection is back within half of this.
     """
     max_attempts: int = 2
-    """Decode nodes that one request is tried on before its first data."""
+    """Nodes of each pool that one request is tried on."""
     placement: PlacementLimits = field(default_factory=PlacementLimits)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     tenant_weights: Mapping[str, float] = field(default_factory=dict)

@@ -58,6 +58,8 @@ class Node:
     prefill_tokens: int = 0
     """Estimated prompt tokens of those legs."""
     decode_legs: int = 0
+    own_prompt_tokens: int = 0
+    """Estimated prompt tokens of the decode legs that compute their prompt here."""
     committed_blocks: int = 0
     foreign_blocks: int = 0
     """Used blocks that the core did not place, as of the last report."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Leg
     from splitserve.orchestrator.core.membership import Node
 
-Missing = Literal["prefill_slot", "prefill_node", "decode_blocks", "decode_node"]
+Missing = Literal["prefill_slot", "prefill_node", "decode_blocks", "decode_node", "decode_headroom"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class PlacementLimits:
     """Shorter prompts are not split; 0 splits every prompt that can be split."""
     default_output_tokens: int = 512
     """Tokens reserved for an answer whose length the client did not limit."""
+    own_prompt_limit_tokens: int = 16_384
+    """Prompt tokens that a decode node computes at a time for want of a prefill node."""
 
 
 class Choice(NamedTuple):

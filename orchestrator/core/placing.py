@@ -81,7 +81,7 @@ class Placing(Suspecting, ABC):
         while (request := queue.first()) is not None:
             placed = self._try_place(request, now)
             if not placed:
-                self._waits_for_slot = self._missing == "prefill_slot"
+                self._waits_for_slot = self._missing in ("prefill_slot", "decode_headroom")
                 if self._waits_for_return(request):
                     effects += self._place_behind(request, now)
                 break
@@ -144,13 +144,14 @@ class Placing(Suspecting, ABC):
         decided = decision(
             arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes)
         )
+        if decided == "alone_no_prefill_node":
+            return self._choose_without_prefill(request, now)
         if decided != "split":
             request.timeline.decision = decided
             return Choice(decode, blocks)
         place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now)
         if place == "prefill_node":
-            request.timeline.decision = "alone_no_prefill_node"
-            return Choice(decode, blocks)
+            return self._choose_without_prefill(request, now)
         if isinstance(place, str):
             return place
         request.timeline.decision = decided
@@ -159,6 +160,24 @@ class Placing(Suspecting, ABC):
     def _choose_decode(self, request: Request, now: float) -> tuple[Node, int] | Missing:
         tokens = self._tokens_of(request)
         return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
+
+    def _choose_without_prefill(self, request: Request, now: float) -> Choice | Missing:
+        """A decode node that has room to compute the prompt beside those it computes already."""
+        nodes = [n for n in self.membership.usable(DECODE) if self.has_headroom(n, request)]
+        if not nodes:
+            return "decode_headroom"
+        found = choose_decode(nodes, self._tokens_of(request), request.tried, now)
+        if isinstance(found, str):
+            return found
+        request.timeline.decision = "alone_no_prefill_node"
+        return Choice(*found)
+
+    def has_headroom(self, node: Node, request: Request) -> bool:
+        """Whether a decode node may compute this prompt for want of a prefill node; one prompt it
+        may always.
+        """
+        tokens = node.own_prompt_tokens + request.arrived.prompt_tokens
+        return not node.own_prompt_tokens or tokens <= self.limits.placement.own_prompt_limit_tokens
 
     def _tokens_of(self, request: Request) -> int:
         """What the prompt and the allowed answer take at most."""
@@ -235,10 +254,25 @@ class Placing(Suspecting, ABC):
 
     def start_alone(self, request: Request, now: float, reason: str) -> list[Effect]:
         choice = self._commit(request, now)
+        self._compute_on(choice.decode, request)
         request.phase = Phase.ALONE
         return [StartAlone(request.id, request.decode_attempt, choice.decode.description)]
 
+    def _compute_on(self, node: Node, request: Request) -> None:
+        """The decode node computes the prompt itself, until its first data."""
+        assert not request.own_prompt_tokens
+        request.own_prompt_tokens = request.arrived.prompt_tokens
+        node.own_prompt_tokens += request.own_prompt_tokens
+
     # Giving back
+
+    def _has_computed(self, request: Request) -> None:
+        """The decode node does not compute the prompt, or not any more."""
+        if request.own_prompt_tokens:
+            assert request.choice is not None
+            request.choice.decode.own_prompt_tokens -= request.own_prompt_tokens
+            request.own_prompt_tokens = 0
+            self._may_place = True
 
     def _cancel_legs(self, request: Request) -> list[Effect]:
         effects = self._cancel_prefill(request)
@@ -285,6 +319,7 @@ class Placing(Suspecting, ABC):
         choice = request.choice
         assert request.has_decode_leg
         assert choice is not None
+        self._has_computed(request)
         choice.decode.decode_legs -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
         request.has_decode_leg = False

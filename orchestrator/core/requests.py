@@ -30,6 +30,8 @@ class Request:
     choice: Choice | None = None
     has_prefill_leg: bool = False
     has_decode_leg: bool = False
+    own_prompt_tokens: int = 0
+    """What its decode node computes of its prompt itself."""
     tried: set[str] = field(default_factory=set)
     """Incarnations of the decode nodes on which an attempt has failed."""
     tried_prefill: set[str] = field(default_factory=set)

@@ -143,6 +143,7 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
             prefill_ahead_requests=router.prefill_ahead_requests,
             prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
+            own_prompt_limit_tokens=policy.own_prompt_limit_tokens,
         ),
         breaker=BreakerLimits(
             failures=breaker.failures,
