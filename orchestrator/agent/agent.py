@@ -14,11 +14,11 @@ agent starts it again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -26,6 +26,7 @@ from msgspec import structs
 from splitserve.kv_transfer.orders import Retarget
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
+from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
@@ -78,29 +79,6 @@ EXIT_ENGINE_FAILED = 3
 """The engine never became ready, or died too often: starting the agent again would not help."""
 
 
-@dataclass
-class Life:
-    """One start of the engine."""
-
-    incarnation: str
-    api_key: str
-    started: float
-    engine: EngineProcess
-    endpoint: Endpoint | None = None
-    was_ready: bool = False
-    last_answer: float = field(default_factory=time.monotonic)
-    drain: Drain | None = None
-    dismissal: Dismiss | None = None
-    is_dismissed: bool = False
-    """It ends by order of the router."""
-    owed_nothing: bool = False
-    """As its engine said when it was dismissed."""
-    end: asyncio.Future[str] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    """Done, with the reason, when the router wants the engine killed."""
-
-
 class Agent:
     """Runs one node until it is stopped, drained, or its engine has failed for good."""
 
@@ -136,11 +114,31 @@ class Agent:
         self._stop = asyncio.Event()
         self._exit_status = EXIT_STOPPED
         self._is_ending = False
+        self._leaving: asyncio.Future[None] | None = None
         self._relays: asyncio.Queue[tuple[Life, ToAgent]] = asyncio.Queue(RELAY_LIMIT_ORDERS)
         """For the engine, in their order: an engine that does not answer holds up only these."""
 
     def stop(self) -> None:
-        """Begin to stop: the engine gets ``stop_timeout_s`` to end."""
+        """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
+        while there is a router for that; a second call stops it at once. Then its engine gets
+        ``stop_timeout_s`` to end.
+        """
+        life = self._life
+        serves = life is not None and life.endpoint is not None and self._link.connected
+        if life is None or not serves or self._leaving is not None:
+            self._stop.set()
+            return
+        _log.info("asked to stop: %s gets no new work and serves what it has", self.node.name)
+        if life.drain is None or life.drain.restarts:
+            life.drain = Drain(incarnation=life.incarnation, restarts=False)
+            self._set_phase("draining")
+        self._leaving = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """The drain has an end, and nobody is waited for who is gone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.supervision.drain_timeout_s):
+                await self._link.lost()
         self._stop.set()
 
     async def run(self) -> int:
@@ -171,6 +169,8 @@ class Agent:
                     return self._exit_status
         finally:
             relay.cancel()
+            if self._leaving is not None:
+                self._leaving.cancel()
             await self._end(link)
 
     def _on_link_ended(self, link: asyncio.Task[None]) -> None:

@@ -55,7 +55,8 @@ class RouterLink:
         secret: bytes,
         on_message: Callable[[ToAgent], Awaitable[None]],
     ) -> None:
-        self.connected = False
+        self._connection_lost = asyncio.Event()
+        self._connection_lost.set()
         self._url = router_url + PATH
         self._headers = {"Authorization": f"Bearer {agent_token(secret)}"}
         self._on_message = on_message
@@ -69,6 +70,15 @@ class RouterLink:
         self._wake = asyncio.Event()
         self._deaths_sent = asyncio.Event()
         self._deaths_sent.set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a router at the other end."""
+        return not self._connection_lost.is_set()
+
+    async def lost(self) -> None:
+        """Returns when there is none."""
+        await self._connection_lost.wait()
 
     def hello(self, hello: AgentHello | None) -> None:
         """The engine that runs now, None when there is none; sent now and after each reconnect."""
@@ -119,13 +129,13 @@ class RouterLink:
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     _log.debug("no connection to the router: %r", error)
                 finally:
-                    self.connected = False
+                    self._connection_lost.set()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, _RETRY_LIMIT_S)
 
     async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Speak until the connection ends."""
-        self.connected = True
+        self._connection_lost.clear()
         self._hello_sent = False
         self._fresh = None
         self._deaths.extendleft(reversed(self._told))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +30,7 @@ prefill: &pool
   engine_args: {block_size: 32, max_model_len: 1024, enable_faults: true}
   transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 20}
 decode: *pool
-supervision: {restart_delay_s: 0.1, restart_limit: 0, drain_timeout_s: 2, stop_timeout_s: 3}
+supervision: {restart_delay_s: 0.1, restart_limit: 0, drain_timeout_s: 20, stop_timeout_s: 3}
 """
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 IN_FLIGHT = 16
@@ -109,6 +111,22 @@ async def test_decode_nodes_leave_and_restart_with_their_streams_served(cluster:
         assert result.returncode == 0, result.stderr + cluster.up.story()
     assert refused.returncode == 2
     assert "decode-0 is the only decode node" in refused.stderr
+    await _all_idle(cluster)
+
+
+@pytest.mark.parametrize("node", ["prefill-1", "decode-1"])
+async def test_sigterm_of_an_agent_is_a_drain(cluster: Cluster, node: str) -> None:
+    """What a service manager sends when it wants a node gone: no request fails."""
+    clients = Clients(cluster)
+    load = [asyncio.create_task(clients.keep_asking()) for _ in range(4)]
+    await asyncio.to_thread(wait_for, lambda: clients.answered >= 4, 20, "answers")
+    engine = cluster.process(node)
+    os.kill(cluster.up.node(node)["agent_pid"], signal.SIGTERM)
+    await asyncio.to_thread(engine.wait, 20)
+    clients.is_over = True
+    await asyncio.gather(*load)
+    again = await _run(cluster, "restart", node)
+    assert again.returncode == 0, again.stderr + cluster.up.story()
     await _all_idle(cluster)
 
 

@@ -14,7 +14,8 @@ import pytest
 from splitserve.kv_transfer.engine_endpoint import EngineStatus
 from splitserve.kv_transfer.orders import Retarget
 from splitserve.orchestrator.agent import agent as subject
-from splitserve.orchestrator.agent.agent import Agent, Life
+from splitserve.orchestrator.agent.agent import Agent
+from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.messages import (
     Dismiss,
     Drain,

@@ -1,0 +1,36 @@
+"""One life of an engine, as its agent sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.agent.engine_process import EngineProcess
+    from splitserve.orchestrator.agent.messages import Dismiss, Drain
+    from splitserve.orchestrator.agent.readiness import Endpoint
+
+
+@dataclass
+class Life:
+    """One start of the engine."""
+
+    incarnation: str
+    api_key: str
+    started: float
+    engine: EngineProcess
+    endpoint: Endpoint | None = None
+    was_ready: bool = False
+    last_answer: float = field(default_factory=time.monotonic)
+    drain: Drain | None = None
+    dismissal: Dismiss | None = None
+    is_dismissed: bool = False
+    """It ends by order of the router."""
+    owed_nothing: bool = False
+    """As its engine said when it was dismissed."""
+    end: asyncio.Future[str] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Done, with the reason, when the router wants the engine killed."""
