@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
+from splitserve.orchestrator.router.dead_links import notice_dead_link
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -275,6 +277,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
         self._transport = transport  # type: ignore[assignment]
+        notice_dead_link(transport)
 
     def data_received(self, data: bytes) -> None:
         leg = self.leg

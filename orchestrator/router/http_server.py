@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import httptools
 
+from splitserve.orchestrator.router.dead_links import notice_dead_link
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.headers import request_id_of
 
@@ -356,6 +357,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._server.connections.add(self)
         self._transport.set_write_buffer_limits(UNSENT_HIGH_BYTES, UNSENT_LOW_BYTES)
+        notice_dead_link(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
