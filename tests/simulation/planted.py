@@ -118,7 +118,7 @@ BUGS: dict[str, Plant] = {
     "a lease never ends": _method(SendBook, "expire", _never),
     "a deadline never ends": _method(ReceiveBook, "tick", _never),
     "a cancelled leg is not closed": _method(Actions, "_cancel_legs", _no_effects_of(CancelLeg)),
-    "deaths are not announced": _method(RouterCore, "_on_node_died", _no_effects_of(AnnounceDeath)),
+    "deaths are not announced": _method(RouterCore, "handle", _no_effects_of(AnnounceDeath)),
     "a prefill slot is not given back": _method(Actions, "_give_back_prefill", _slot_is_kept),
     "a finished prefill is free at once": _method(Prefills, "finished", _abort_is_not_told),
     "the waiting queue has no bound": _method(Admission, "admit", _no_bound),
