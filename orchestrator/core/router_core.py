@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 
 DEATHS_LIMIT_INCARNATIONS = 100
+LISTEN_S = 0.2
+"""A router that was stopped or busy for longer than ``node_silence_limit_s`` finds every node's
+time over, and what the nodes said meanwhile unread: it reads that first.
+"""
 
 
 class RouterCore(Admission):
@@ -50,6 +54,8 @@ class RouterCore(Admission):
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
+        self.listening = DeadlineQueue[str](LISTEN_S)
+        """Nodes whose time is over and that may have spoken all the same."""
         self.audit = Audit()
         self.fencing = Fencing(self.membership, limits.engine_end_limit_s)
         self.is_stopping = False
@@ -91,13 +97,15 @@ class RouterCore(Admission):
 
     def next_deadline(self) -> float | None:
         """When ``TimePassed`` is due, None when nothing is waited for."""
-        dues = [queue.next_due() for queue in self._waits]
+        dues = [queue.next_due() for queue in (*self._waits, self.listening)]
         dues += self.drain_dues.values()
         return min((due for due in dues if due is not None), default=None)
 
     @property
     def shortest_wait_s(self) -> float:
-        """No deadline that is armed from now on is due sooner than this, except that of a drain."""
+        """No deadline that is armed from now on is due sooner than this, except that of a drain and
+        those that are armed when time has passed.
+        """
         return min(queue.duration_s for queue in self._waits)
 
     @property
@@ -139,7 +147,7 @@ class RouterCore(Admission):
         else:
             self.membership.nodes[description.node] = Node(description, event.role)
         self.membership.changed()
-        self.silence.arm(description.node, now)
+        self._hear(description.node, now)
         self._may_place = True
         missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
         again = self._drain_orders(known) if known else []
@@ -151,7 +159,7 @@ class RouterCore(Admission):
         if node is None:
             return []
         node.is_silent = False
-        self.silence.arm(node.name, now)
+        self._hear(node.name, now)
         node.note_report(state)
         self.membership.changed()
         self._may_place = True
@@ -194,6 +202,7 @@ class RouterCore(Admission):
         self.drain_dues.pop(node.name, None)
         self.membership.changed()
         self.silence.disarm(node.name)
+        self.listening.disarm(node.name)
         reason = f"node {node.name} is lost: {why}"
         lost = (Trigger.PREFILL_NODE_LOST, Trigger.DECODE_NODE_LOST)
         return self._tell_requests_of(node, lost, reason, now, owed_nothing=owed_nothing)
@@ -326,9 +335,15 @@ class RouterCore(Admission):
                 if kind is DeadlineKind.FIRST_TOKEN:
                     self.note_late(request, now, reason)
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
-        for name in self.silence.take_due(now):
+        for name in self.listening.take_due(now):
             effects += self._fall_silent(self.membership.nodes[name], now)
+        for name in self.silence.take_due(now):
+            self.listening.arm(name, now)
         return effects + self._drain_time_passed(now)
+
+    def _hear(self, name: str, now: float) -> None:
+        self.silence.arm(name, now)
+        self.listening.disarm(name)
 
     def _fall_silent(self, node: Node, now: float) -> list[Effect]:
         """Said again as long as it lasts: another place to go to may have turned up meanwhile."""

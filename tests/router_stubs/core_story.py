@@ -9,7 +9,7 @@ from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.effects import Effect, EndRequest
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
-from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.core.router_core import LISTEN_S, RouterCore
 
 
 def description(name: str, **changes: Any) -> NodeDescription:
@@ -75,6 +75,10 @@ class Driver:
         """Time passes, and the shell's timer fires."""
         self.now += seconds
         return self.do(ev.TimePassed())
+
+    def keep_silent(self, seconds: float) -> list[Effect]:
+        """Time passes; the core hears nothing and has looked whether there was something to hear."""
+        return [*self.pass_time(seconds), *self.pass_time(LISTEN_S)]
 
     def node(self, name: str) -> Any:
         """The core's record of a node."""

@@ -188,7 +188,7 @@ def test_requests_that_nobody_has_sent() -> None:
     "silence",
     [
         lambda driver: driver.do(ev.NodeDisconnected("d0", "d0-1")),
-        lambda driver: driver.pass_time(5.0),
+        lambda driver: driver.keep_silent(5.0),
     ],
     ids=["disconnected", "silent"],
 )

@@ -6,6 +6,7 @@ from router_stubs.core_story import Driver, description, ended, names
 
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.effects import DoubtLeg, FailTransfer, StartAlone, StartPair
+from splitserve.orchestrator.core.router_core import LISTEN_S
 
 SILENCE_S = 5.0
 
@@ -16,7 +17,7 @@ def fall_silent(driver: Driver, *names_: str) -> list[str]:
     for node in driver.core.membership.nodes:
         if node not in names_:
             driver.report(node)
-    return names(driver.pass_time(0.5))
+    return names(driver.keep_silent(0.5))
 
 
 def streaming(driver: Driver, *, can_continue: bool = True, prompt_tokens: int = 32) -> None:
@@ -110,7 +111,7 @@ def test_without_another_one_the_decode_node_computes_itself() -> None:
     driver.request("r1")
     driver.now += SILENCE_S - 0.5
     driver.report("d0")
-    effects = driver.pass_time(0.5)
+    effects = driver.keep_silent(0.5)
     assert effects[-1] == StartAlone("r1", 2, description("d0"))
     assert driver.node("p0").prefill_legs == 0
 
@@ -138,7 +139,7 @@ def test_a_stream_of_a_silent_node_is_doubted() -> None:
         driver.now += SILENCE_S - 0.5
         driver.report("p0")
         driver.report("d1")
-        assert driver.pass_time(0.5) == [DoubtLeg("r1", 1, SILENCE_S)]
+        assert driver.keep_silent(0.5) == [DoubtLeg("r1", 1, SILENCE_S)]
     driver.report("d0")
     driver.report("p0")
     driver.report("d1")
@@ -167,3 +168,18 @@ def test_nodes_that_come_and_go_do_not_keep_a_request_moving() -> None:
         moves += "StartPair" in fall_silent(driver, silent)
         driver.report(silent)
     assert moves == 3
+
+
+def test_a_router_that_was_stopped_listens_before_it_takes_nodes_for_silent() -> None:
+    """All nodes' times are over at once, and their reports have waited to be read: nothing moves,
+    and no stream is doubted.
+    """
+    driver = Driver("p0", "p1", "d0", "d1")
+    streaming(driver)
+    driver.request("r2")
+    assert driver.pass_time(2 * SILENCE_S) == []
+    for node in driver.core.membership.nodes:
+        assert driver.report(node) == []
+    assert driver.pass_time(LISTEN_S) == []
+    assert all(node.is_usable for node in driver.core.membership.nodes.values())
+    assert driver.keep_silent(SILENCE_S) != []

@@ -395,7 +395,7 @@ def test_a_silent_node_gets_no_new_work_until_it_speaks() -> None:
     driver = Driver("p0", "d0", node_silence_limit_s=5)
     driver.pass_time(4)
     driver.report("p0")
-    driver.pass_time(2)
+    driver.keep_silent(2)
     assert names(driver.request("r1")) == ["AnswerError", "EndRequest"]
     driver.report("d0")
     assert names(driver.request("r2")) == ["StartPair"]
