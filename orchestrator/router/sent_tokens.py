@@ -93,13 +93,11 @@ class SentTokens:
                 raise BrokenStreamError("an event of its stream is too long")
             return b""
         events = data[:end]
-        self.is_complete = events.endswith(_DONE_EVENT)
-        if self._is_later:
-            return self._rewritten(events)
         if events.startswith(_ERROR) or b"\n\n" + _ERROR in events:
             at = events.index(_ERROR) + len(b"data: ")
             raise BrokenStreamError(f"it sent an error: {events[at : at + 500]!r}")
-        return self._without_ids(events)
+        self.is_complete = events.endswith(_DONE_EVENT)
+        return self._rewritten(events) if self._is_later else self._without_ids(events)
 
     def tail(self) -> bytes:
         """The rest of a finished answer whose engine has failed after its last token."""
@@ -126,9 +124,8 @@ class SentTokens:
             if not at:
                 break
             self._note(ids)
-        if not self.is_finished:
-            self.is_finished = _FINISHED in events
-        elif self._has_usage:
+        self.is_finished = self.is_finished or _FINISHED in events
+        if self.is_finished and self._has_usage:
             self._has_sent_usage = self._has_sent_usage or b'"choices":[]' in events
         return events
 
@@ -161,11 +158,9 @@ class SentTokens:
         return b"".join(passed)
 
     def _chunk(self, text: bytes) -> dict[str, Any] | None:
-        """The event's object, None when the client has had it. Raises ``BrokenStreamError``."""
+        """The event's object, None when the client has had it."""
         assert self._first is not None
         chunk: dict[str, Any] = orjson.loads(text)
-        if "error" in chunk:
-            raise BrokenStreamError(f"it sent an error: {text[:500]!r}")
         chunk |= {"id": self._first["id"], "created": self._first["created"]}
         if "prompt_token_ids" in chunk:
             chunk["prompt_token_ids"] = None

@@ -77,7 +77,7 @@ class Driver:
         return self.do(ev.TimePassed())
 
     def keep_silent(self, seconds: float) -> list[Effect]:
-        """Time passes; the core hears nothing and has looked whether there was something to hear."""
+        """Time passes, the core listens for what it may have missed, and hears nothing."""
         return [*self.pass_time(seconds), *self.pass_time(LISTEN_S)]
 
     def node(self, name: str) -> Any:

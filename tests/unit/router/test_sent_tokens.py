@@ -181,3 +181,28 @@ def test_only_exact_continuations_are_made(fields: dict[str, Any], can_continue:
     body = {"model": "m", "prompt": "p", "stream": True} | fields
     request = read_client_request("completions", orjson.dumps(body), MODELS)
     assert request.can_continue is can_continue
+
+
+def test_tokens_before_a_later_engines_error_do_not_count() -> None:
+    """They came in the same read as its error and were not passed on: a third engine sends them
+    again, and an answer that ended there has not ended for the client.
+    """
+    sent = SentTokens(has_usage=False)
+    sent.feed(WITH_IDS[0])
+    sent.begin_anew()
+    error = b'data: {"error":{"message":"engine is dead","code":500}}\n\n'
+    with pytest.raises(BrokenStreamError):
+        sent.feed(chunk("b", [6], id="cmpl-2", finish="length") + error + DONE)
+    assert sent.ids() == b"[1,2,3,5]"
+    assert (sent.sent, sent.is_finished, sent.is_complete) == (1, False, False)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_the_count_of_tokens_is_sent_once(is_later: bool) -> None:
+    """Also when it came in one read with the last token, and the end of the stream did not."""
+    sent = SentTokens(has_usage=True)
+    sent.feed(WITH_IDS[0])
+    if is_later:
+        sent.begin_anew()
+    sent.feed(chunk("z", [9], finish="length") + usage_event(3, 2))
+    assert sent.tail() == DONE
