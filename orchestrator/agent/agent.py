@@ -152,7 +152,7 @@ class Agent:
                 life = await self._live()
                 self._has_served |= life.was_ready
                 if self._stop.is_set():
-                    return self._exit_status
+                    return self._stopped()
                 if life.drain is not None and not life.drain.restarts:
                     self._set_phase("left")
                     return EXIT_STOPPED
@@ -166,12 +166,18 @@ class Agent:
                 self._restarts += 1
                 await self._sleep(delay)
                 if self._stop.is_set():
-                    return self._exit_status
+                    return self._stopped()
         finally:
             relay.cancel()
             if self._leaving is not None:
                 self._leaving.cancel()
             await self._end(link)
+
+    def _stopped(self) -> int:
+        """A node that somebody has stopped stays away until it is asked back, as after a drain."""
+        if self._exit_status == EXIT_STOPPED:
+            self._set_phase("left")
+        return self._exit_status
 
     def _on_link_ended(self, link: asyncio.Task[None]) -> None:
         """The link runs for ever; when it fails the node cannot be told anything, so it ends."""

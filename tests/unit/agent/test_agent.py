@@ -280,6 +280,13 @@ async def test_a_drained_node_leaves(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
         assert rig.status().phase == "left"
 
 
+async def test_a_stopped_node_has_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it does not start it again: only then can `splitserve restart` do so."""
+    Lives(rig, monkeypatch)
+    assert await rig.agent.run() == subject.EXIT_STOPPED
+    assert rig.status().phase == "left"
+
+
 async def test_a_drained_node_restarts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, as often as it is told to, and without a restart being counted; an engine that died
     by itself is restarted as always.
