@@ -68,7 +68,8 @@ class DecodeAnswer:
         self._sent = sent
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._is_relaying = False
+        self.is_relaying = False
+        """Its first data has come."""
 
     def fail_if_silent(self, limit_s: float) -> None:
         """The leg has failed if the engine has sent nothing for so long."""
@@ -87,7 +88,7 @@ class DecodeAnswer:
 
     def body_received(self, data: bytes, is_last: bool) -> None:
         self.heard_at = monotonic()
-        if self._is_relaying:
+        if self.is_relaying:
             self._relay(data, is_last)
             return
         self._held.append(data)
@@ -101,22 +102,19 @@ class DecodeAnswer:
                 self._start_relaying(None, is_last)
 
     def ended(self) -> None:
-        if self._is_relaying and self._sent is not None and not self._sent.is_complete:
+        if self.is_relaying and self._sent is not None and not self._sent.is_complete:
             self.failed("its stream ended before its end")
-        elif self._is_relaying:
-            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
-            self._exchange.finish_answer()
+        elif self.is_relaying:
+            self._end()
         elif self.status >= 400:
             self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
         elif self.is_event_stream or not self._held_bytes:
             self.failed("the answer ended without any data")
-        else:
-            self._start_relaying(self._held_bytes, True)
-            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
-            self._exchange.finish_answer()
+        elif self._start_relaying(self._held_bytes, True):
+            self._end()
 
     def failed(self, reason: str) -> None:
-        if self._is_relaying and self._sent is not None and self._sent.is_finished:
+        if self.is_relaying and self._sent is not None and self._sent.is_finished:
             self._exchange.finish_with_tail(self._attempt)
             return
         self._driver.tell(ev.DecodeFailed(self._exchange.id, self._attempt, reason))
@@ -139,11 +137,21 @@ class DecodeAnswer:
         self._stop()
         self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
 
-    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> None:
-        self._is_relaying = True
+    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> bool:
+        """False when the core finds that the request's time was over before: the client has its
+        answer, or another engine the request.
+        """
         self._driver.tell(ev.FirstDataArrived(self._exchange.id, self._attempt))
+        if not self._exchange.listens_to(self):
+            return False
+        self.is_relaying = True
         self._exchange.send_answer_head(body_bytes)
         self._relay(self.take(), is_last)
+        return True
+
+    def _end(self) -> None:
+        self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
+        self._exchange.finish_answer()
 
     def _relay(self, data: bytes, is_last: bool) -> None:
         if self._sent is not None:

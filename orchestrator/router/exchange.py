@@ -85,6 +85,10 @@ class Exchange:
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
         self._is_answered = False
+        """The client has its status line."""
+        self._is_sent = False
+        """And the last of the body."""
+        self._is_over = False
         self._is_event_stream = False
         self._is_paused = False
         self._sent: SentTokens | None = None
@@ -159,12 +163,16 @@ class Exchange:
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
+        elif self._is_sent:
+            self.finish_answer()
+        elif self._sent is not None and self._sent.is_finished:
+            self._send_tail(self._sent)
         elif self._is_event_stream:
             start = b"" if self._is_between_events else b"\n\n"
-            self._sink.send_body(start + error.event(), is_last=True)
-            self._sink.finish()
+            self.send_answer_body(start + error.event(), True)
+            self.finish_answer()
         else:
-            self._sink.abort()
+            self._abort()
 
     def pass_refusal(self) -> None:
         """The decode engine's own error answer."""
@@ -177,7 +185,7 @@ class Exchange:
         for leg in (self._prefill, self._decode):
             if leg is not None:
                 leg.cancel()
-        self._sink.abort()
+        self._abort()
 
     # The client's side
 
@@ -186,9 +194,11 @@ class Exchange:
         self._driver.tell(ev.ClientGone(self.id))
 
     def pause(self) -> None:
-        """The client is slow: read no more from the decode engine."""
+        """The client is slow: read no more from the decode engine, but for its first data, which
+        tell that it works.
+        """
         self._is_paused = True
-        if self._decode is not None:
+        if self._decode is not None and self._answer is not None and self._answer.is_relaying:
             self._decode.pause()
 
     def resume(self) -> None:
@@ -204,6 +214,8 @@ class Exchange:
     def send_answer_head(self, body_bytes: int | None) -> None:
         """The core knows of the first data: the client gets its status line."""
         assert self._answer is not None
+        if self._is_paused:
+            self.pause()
         if self._is_answered:
             return
         self._is_answered = True
@@ -212,6 +224,9 @@ class Exchange:
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
+        if self._is_sent:
+            return
+        self._is_sent = is_last
         if self._is_event_stream and data:
             self._last_bytes = data if len(data) >= 4 else (self._last_bytes + data)[-4:]
         self._sink.send_body(data, is_last)
@@ -223,14 +238,28 @@ class Exchange:
         return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
-        self._sink.finish()
+        """The client has its whole answer; said once."""
+        if not self._is_over:
+            self._is_over = True
+            self._sink.finish()
 
     def finish_with_tail(self, attempt: int) -> None:
         """The engine has failed after its last token: the rest is known."""
         assert self._sent is not None
-        self.send_answer_body(b"" if self._sent.is_complete else self._sent.tail(), True)
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
+        self._send_tail(self._sent)
+
+    def listens_to(self, answer: DecodeAnswer) -> bool:
+        """Whether that is the answer that the client is to have, and has not had."""
+        return self._answer is answer and not self._is_over
+
+    def _send_tail(self, sent: SentTokens) -> None:
+        self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)
         self.finish_answer()
+
+    def _abort(self) -> None:
+        self._is_sent = self._is_over = True
+        self._sink.abort()
 
     def _begin(self, attempt: int) -> bool:
         """Both legs begin anew, behind what the client has. False when it has everything."""
@@ -259,12 +288,14 @@ class Exchange:
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True
         self._sink.send_head(status, headers, len(body))
-        self._sink.send_body(body, is_last=True)
-        self._sink.finish()
+        self.send_answer_body(body, True)
+        self.finish_answer()
 
     def _send_decode(
         self, order: StartPair | StartDecode | StartAlone, params: bytes | None
     ) -> None:
+        if self._is_answered and self._present_request is self._request:
+            raise BrokenStreamError("the answer would begin again")
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
         body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
