@@ -227,11 +227,19 @@ class Agent:
         command = engine_command(self._config, self.node, self._model, incarnation)
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
-        self._incarnation_path().write_text(incarnation)
+        self._note(incarnation)
         environ = clean_environment({NODE_MARKER_ENV: self.node.name})
         environ |= secret_environment(self._secret, api_key)
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
         return Life(incarnation, api_key, time.monotonic(), engine)
+
+    def _note(self, incarnation: str) -> None:
+        """For the agent after this one; a full disk must not keep the node away."""
+        try:
+            self._incarnation_path().write_text(incarnation)
+        except OSError as error:
+            self._incarnation_path().unlink(missing_ok=True)
+            _log.error("cannot note the incarnation %s: %s", incarnation, error)
 
     async def _watch(self, life: Life) -> str:
         """Wait for readiness, then report state twice a second. Returns why the engine must be

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from splitserve.orchestrator.agent.messages import (
 )
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.config import nodes, parse
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG = parse("engine: mock\nmodel: {path: m}\n")
 
@@ -330,3 +328,18 @@ async def test_a_full_disk_does_not_end_the_watch(
     full = False
     rig.agent._report(rig.endpoint.state)
     assert rig.status().running == 1
+
+
+async def test_a_full_disk_does_not_keep_a_node_away(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The note of its incarnation is not written, not half of it either, and its engine starts."""
+
+    def full(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    rig.agent._note("decode-0-z")
+    assert "No space left" in caplog.text
+    assert not list(rig.folder.glob("*.incarnation"))
