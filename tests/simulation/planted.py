@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from simulation.engine import Engine
 from splitserve.kv_transfer.receive_book import ReceiveBook
 from splitserve.kv_transfer.send_book import SendBook
-from splitserve.kv_transfer.session_receive import ReceiveSession, SourceState
-from splitserve.kv_transfer.session_send import Release, SinkState
+from splitserve.kv_transfer.session_receive import MAY_WRITE, ReceiveSession
+from splitserve.kv_transfer.session_send import Release
+from splitserve.kv_transfer.transfer_lifecycle import SinkState, SourceState
 from splitserve.orchestrator.core.actions import Actions
 from splitserve.orchestrator.core.effects import AnnounceDeath, CancelLeg
 from splitserve.orchestrator.core.router_core import RouterCore
@@ -39,11 +40,11 @@ def _fence_at_once(real: Any, book: SendBook, session: Any, sink: Any) -> Any:
     return real(book, session, sink)
 
 
-def _ends_granted(real: Any, session: ReceiveSession, reason: str) -> None:
+def _ends_granted(real: Any, session: ReceiveSession, *arguments: Any) -> None:
     """A cancel takes the pages back without a fence."""
-    real(session, reason)
+    real(session, *arguments)
     for source in session.sources.values():
-        if source.state is SourceState.GRANTED:
+        if source.state in MAY_WRITE:
             source.state = SourceState.ENDED
 
 
