@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SECRET = b"a secret for the simulation only"
 STEP_S = 0.002
 TOKEN_S = 0.0005
+IDLE_S = 0.1
+"""Between steps that nothing asks for; what is new asks for one at once."""
 STEP_TOKENS = 8
 """Tokens that one step computes at most."""
 
@@ -96,6 +98,9 @@ class Engine:
         self.legs = Legs(SECRET, "tcp://127.0.0.1:1", description, self._load)
         self.transfers = Transfers(self, cluster.new_number())
         self._is_stepping = False
+        self._is_idle = False
+        """A step is planned that nothing asks for."""
+        self._turn = 0
 
     def _load(self) -> EngineLoad:
         states = [request.state for request in self.requests.values()]
@@ -136,10 +141,10 @@ class Engine:
     def preempt(self) -> None:
         """The engine takes a running request's blocks back, as when it runs out of them."""
         running = [r for r in self.requests.values() if r.state is State.RUNNING and not r.tokens]
-        if not running or self._is_stepping:
+        if not running or (self._is_stepping and not self._is_idle):
             return
         request = self.world.random.choice(running)
-        self.world.note(f"{self.incarnation} preempts {request.id}")
+        self.world.note("{} preempts {}", self.incarnation, request.id)
         self.legs.preempted(request.id)
         self.transfers.begin_step(self.legs.take_orders())
         self.memory.give_back(request.id, request.blocks)
@@ -152,14 +157,23 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Take a step if there is a reason for one."""
-        if not self._is_stepping and (self.requests or self.legs.has_orders):
-            self._is_stepping = True
-            self.process.work(STEP_S / 10, self._step)
+        """Take a step if there is a reason for one, and soon."""
+        if self._is_stepping and not self._is_idle:
+            return
+        if self.requests or self.legs.has_orders:
+            self._plan(STEP_S / 10)
+
+    def _plan(self, delay_s: float, *, is_idle: bool = False) -> None:
+        self._is_stepping, self._is_idle = True, is_idle
+        self._turn += 1
+        self.process.work(delay_s, self._step, self._turn)
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._is_idle = False
         scheduled = self._schedule()
         if self.legs.must_hear_of_steps:
             for request, tokens in scheduled:
@@ -168,7 +182,7 @@ class Engine:
         total = sum(tokens for _, tokens in scheduled)
         seconds = STEP_S + total * TOKEN_S if scheduled else STEP_S / 2
         computed = [(r, r.computed, n, list(r.blocks)) for r, n in scheduled if not r.has_landed]
-        for layer in range(LAYERS) if scheduled else ():
+        for layer in range(LAYERS) if computed else ():
             self.process.work(seconds * (layer + 1) / (LAYERS + 1), self._layer, layer, computed)
         self.process.work(seconds, self._end_step, scheduled)
 
@@ -227,11 +241,11 @@ class Engine:
                 self.world.fail(f"{self.incarnation}: {request_id} is reported as sent")
             assert request is not None
             self._forget(request)
-        if (
-            any(r.state is not State.FINISHED for r in self.requests.values())
-            or self.legs.has_orders
-        ):
+        has_results = results.finished_sending or results.finished_receiving
+        if scheduled or has_results or self.legs.has_orders:
             self.wake()
+        elif any(r.state is not State.FINISHED for r in self.requests.values()):
+            self._plan(IDLE_S, is_idle=True)
 
     def _received(self, request_id: str, *, failed: bool) -> None:
         request = self.requests.get(request_id)
@@ -280,6 +294,8 @@ class Engine:
         found += [f"receive of {s.request_id}" for s in self.transfers.receiving.sessions()]
         if self.transfers.sending.open_sessions:
             found.append(f"{self.transfers.sending.open_sessions} open sends")
+        if self.transfers.sending.early_grants:
+            found.append(f"{self.transfers.sending.early_grants} early grants")
         if self.transfers.copies:
             found.append(f"{len(self.transfers.copies)} writes")
         return [f"{self.incarnation}: {what}" for what in found]

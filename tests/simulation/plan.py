@@ -1,0 +1,183 @@
+"""What one run consists of, as data: the cluster, what clients ask and when, and the faults.
+
+A seed gives a plan; a failing plan, made smaller, is a scenario file.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from simulation.memory import BLOCK_TOKENS, blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUTER = "router"
+LOAD_S = 4.0
+"""Requests arrive and faults begin within this time."""
+LONGEST_FAULT_S = 15.0
+REQUESTS = (10, 18)
+FAULTS = (4, 9)
+
+
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A client's request."""
+
+    at: float
+    prompt_tokens: int
+    max_tokens: int
+    streaming: bool = True
+    is_misfit: bool = False
+    """The prefill node's tokenizer makes other tokens of its prompt."""
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something goes wrong. What the fields mean for each kind: ``faults.py``."""
+
+    at: float
+    kind: str
+    node: str = ""
+    other: str = ""
+    seconds: float = 0.0
+    strength: float = 0.0
+    request: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One run. The seed gives the delays, and every choice that is not made here."""
+
+    seed: int
+    prefill_blocks: tuple[int, ...]
+    """Of each prefill node."""
+    decode_blocks: tuple[int, ...]
+    write_s: float
+    """Longest time that a page takes to land."""
+    can_revoke: bool
+    """The transport's bytes are placed by the receiver."""
+    is_one_host: bool
+    """Engines watch each other's processes."""
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the nodes."""
+        prefill = [f"prefill-{n}" for n in range(len(self.prefill_blocks))]
+        return prefill + [f"decode-{n}" for n in range(len(self.decode_blocks))]
+
+
+def random_plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    random = Random(f"plan {seed}")
+    prefill = tuple(random.randint(12, 40) for _ in range(random.randint(1, 3)))
+    decode = tuple(random.randint(12, 40) for _ in range(random.randint(1, 3)))
+    can_revoke = random.random() < 0.3
+    worst = random.random() * LOAD_S
+    asks = tuple(
+        random_ask(random, min(prefill + decode), worst) for _ in range(random.randint(*REQUESTS))
+    )
+    empty = Plan(
+        seed=seed,
+        prefill_blocks=prefill,
+        decode_blocks=decode,
+        write_s=random.choice([0.002, 0.05, 0.5, 3.0]),
+        can_revoke=can_revoke,
+        is_one_host=not can_revoke and random.random() < 0.4,
+        asks=asks,
+        faults=(),
+    )
+    count = random.randint(*FAULTS)
+    faults = tuple(random_fault(random, empty, _moment(random, worst)) for _ in range(count))
+    return msgspec.structs.replace(empty, faults=faults)
+
+
+def _moment(random: Random, worst: float) -> float:
+    """Half of what happens comes at about the same time."""
+    if random.random() < 0.5:
+        return random.random() * LOAD_S
+    return worst + random.expovariate(1 / 0.1)
+
+
+def random_ask(random: Random, smallest_blocks: int, worst: float) -> Ask:
+    """A request that fits on every node."""
+    most = smallest_blocks * BLOCK_TOKENS // 2
+    tokens = min(most, random.choice([1, 3, 4, 5, 8, 9, random.randint(1, most)]))
+    answer = random.randint(1, 6)
+    assert blocks_for(tokens + answer) <= smallest_blocks
+    return Ask(
+        _moment(random, worst),
+        tokens,
+        answer,
+        streaming=random.random() < 0.8,
+        is_misfit=random.random() < 0.05,
+    )
+
+
+def random_fault(random: Random, plan: Plan, at: float) -> Fault:
+    """Any fault."""
+    kind = random.choices(list(_DRAWN), [weight for weight, _ in _DRAWN.values()])[0]
+    return _DRAWN[kind][1](random, plan, at)
+
+
+def _seconds(random: Random) -> float:
+    return min(LONGEST_FAULT_S, random.expovariate(1 / 3))
+
+
+def _on_node(kind: str, strengths: tuple[float, ...] = (0.0,)) -> Callable[..., Fault]:
+    def draw(random: Random, plan: Plan, at: float) -> Fault:
+        return Fault(
+            at,
+            kind,
+            node=random.choice(plan.nodes),
+            seconds=_seconds(random),
+            strength=random.choice(strengths),
+        )
+
+    return draw
+
+
+def _everywhere(kind: str, strengths: tuple[float, ...] = (0.0,)) -> Callable[..., Fault]:
+    def draw(random: Random, plan: Plan, at: float) -> Fault:
+        return Fault(at, kind, seconds=_seconds(random), strength=random.choice(strengths))
+
+    return draw
+
+
+def _partition(random: Random, plan: Plan, at: float) -> Fault:
+    node, other = random.sample([ROUTER, *plan.nodes], 2)
+    return Fault(at, "partition", node=node, other=other, seconds=_seconds(random))
+
+
+def _on_request(kind: str) -> Callable[..., Fault]:
+    def draw(random: Random, plan: Plan, at: float) -> Fault:
+        number = random.randrange(len(plan.asks))
+        soon = plan.asks[number].at + random.expovariate(1 / 0.05)
+        return Fault(soon, kind, request=number)
+
+    return draw
+
+
+def _router_killed(random: Random, plan: Plan, at: float) -> Fault:
+    return Fault(at, "router killed", seconds=random.uniform(0.2, 3.0))
+
+
+_DRAWN: dict[str, tuple[int, Callable[[Random, Plan, float], Fault]]] = {
+    "kill": (4, _on_node("kill")),
+    "pause": (4, _on_node("pause")),
+    "slow": (3, _on_node("slow", (3.0, 20.0, 200.0))),
+    "partition": (4, _partition),
+    "drop": (2, _everywhere("drop", (0.1, 0.5))),
+    "duplicate": (2, _everywhere("duplicate", (0.3,))),
+    "reorder": (2, _everywhere("reorder", (0.3,))),
+    "delay": (2, _everywhere("delay", (0.01, 0.5))),
+    "leave": (4, _on_request("leave")),
+    "prefill leg broken": (3, _on_request("prefill leg broken")),
+    "decode leg broken": (3, _on_request("decode leg broken")),
+    "preempt": (5, _on_node("preempt")),
+    "agent reconnects": (2, _on_node("agent reconnects")),
+    "router killed": (1, _router_killed),
+}
+"""Per kind how often it is drawn, and how."""

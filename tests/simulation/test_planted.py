@@ -1,0 +1,23 @@
+"""The seeds find bugs: each planted one is found by some of those that CI runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.planted import BUGS
+from simulation.runs import run_many
+from simulation.test_seeds import SEEDS
+from simulation.world import InvariantError
+
+LOOK_SEEDS = 400
+"""So many are looked through when the seed that is known to find it does not."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an invariant, or by an assertion of the code itself."""
+    plant, known = BUGS[bug]
+    assert max(known, LOOK_SEEDS) < SEEDS
+    plant(monkeypatch)
+    with pytest.raises(InvariantError):
+        run_many((known, *range(LOOK_SEEDS)))
