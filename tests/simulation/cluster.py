@@ -66,10 +66,10 @@ class Cluster:
         self._numbers += 1
         return self._numbers
 
-    def ask(self, number: int, ask: Ask) -> None:
+    def ask(self, ask: Ask) -> None:
         """A client asks for something."""
         prompt = tuple(self.world.random.randrange(100) for _ in range(ask.prompt_tokens))
-        client = Client(f"r{number}", prompt, ask.max_tokens, ask.streaming)
+        client = Client(f"r{ask.number}", prompt, ask.max_tokens, ask.streaming)
         client.is_misfit = ask.is_misfit
         self.router.ask(client)
 
@@ -221,6 +221,13 @@ class Cluster:
         gone(incarnation, address)
 
     # -- audits --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """What is true at every moment, beside what each change checks for itself."""
+        self.router.check()
+        for node in self.nodes.values():
+            if node.engine is not None:
+                node.engine.memory.check()
 
     def leftovers(self) -> list[str]:
         """What an idle cluster must not hold."""

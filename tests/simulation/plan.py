@@ -26,6 +26,7 @@ FAULTS = (4, 9)
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     """A client's request."""
 
+    number: int
     at: float
     prompt_tokens: int
     max_tokens: int
@@ -44,6 +45,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     strength: float = 0.0
     request: int = 0
+    """Number of an ``Ask``."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -77,7 +79,8 @@ def random_plan(seed: int) -> Plan:
     can_revoke = random.random() < 0.3
     worst = random.random() * LOAD_S
     asks = tuple(
-        random_ask(random, min(prefill + decode), worst) for _ in range(random.randint(*REQUESTS))
+        random_ask(random, number, min(prefill + decode), worst)
+        for number in range(random.randint(*REQUESTS))
     )
     empty = Plan(
         seed=seed,
@@ -101,13 +104,14 @@ def _moment(random: Random, worst: float) -> float:
     return worst + random.expovariate(1 / 0.1)
 
 
-def random_ask(random: Random, smallest_blocks: int, worst: float) -> Ask:
+def random_ask(random: Random, number: int, smallest_blocks: int, worst: float) -> Ask:
     """A request that fits on every node."""
     most = smallest_blocks * BLOCK_TOKENS // 2
     tokens = min(most, random.choice([1, 3, 4, 5, 8, 9, random.randint(1, most)]))
     answer = random.randint(1, 6)
     assert blocks_for(tokens + answer) <= smallest_blocks
     return Ask(
+        number,
         _moment(random, worst),
         tokens,
         answer,

@@ -70,30 +70,35 @@ def late_prefill_death(real: Any, core: RouterCore, request: Any, now: float, re
 
 
 BUGS: dict[str, tuple[Plant, int]] = {
-    "a cancelled leg is not closed": (method(Actions, "_cancel_legs", no_effects_of(CancelLeg)), 0),
+    "a cancelled leg is not closed": (
+        method(Actions, "_cancel_legs", no_effects_of(CancelLeg)),
+        11,
+    ),
     "deaths are not announced": (
         method(RouterCore, "_on_node_died", no_effects_of(AnnounceDeath)),
-        0,
+        19,
     ),
     "who was away does not hear of the dead": (
         method(RouterCore, "_on_node_joined", no_effects_of(AnnounceDeath)),
-        0,
+        26,
     ),
-    "a prefill slot is not given back": (method(Actions, "_give_back_prefill", _slot_is_kept), 0),
+    "a prefill slot is not given back": (method(Actions, "_give_back_prefill", _slot_is_kept), 3),
     "a late death gives a leg back twice": (
         method(Actions, "release_prefill", late_prefill_death),
-        0,
+        71,
     ),
     "committed blocks are not given back": (
         method(Actions, "_give_back_decode", _blocks_are_kept),
-        0,
+        1,
     ),
-    "a decode leg is counted twice": (method(Actions, "_commit_decode", _counted_twice), 0),
-    "an old decode leg is heard": (method(RouterCore, "_with_decode_leg", _any_attempt), 0),
-    "an old prefill leg is heard": (method(RouterCore, "_with_prefill_leg", _any_attempt), 0),
-    "a failed node is tried for ever": (method(Actions, "_retry", _tries_for_ever), 0),
-    "no deadline is armed": (method(DeadlineQueue, "arm", never), 0),
-    "the queue has no bound": (method(RouterCore, "_on_request_arrived", _queues_without_bound), 0),
-    "a client is told twice": (method(Actions, "_end_with_error", _told_twice), 0),
+    "a decode leg is counted twice": (method(Actions, "_commit_decode", _counted_twice), 5),
+    "an old prefill leg is heard": (method(RouterCore, "_with_prefill_leg", _any_attempt), 86),
+    "a failed node is tried for ever": (method(Actions, "_retry", _tries_for_ever), 622),
+    "no deadline is armed": (method(DeadlineQueue, "arm", never), 75),
+    "the queue has no bound": (
+        method(RouterCore, "_on_request_arrived", _queues_without_bound),
+        74,
+    ),
+    "a client is told twice": (method(Actions, "_end_with_error", _told_twice), 6),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""

@@ -125,14 +125,6 @@ def _anybodys_death(real: Any, book: ReceiveBook, **named: Any) -> Any:
     return real(book, **named)
 
 
-def _held_for_ever(real: Any, book: ReceiveBook, session: ReceiveSession, now: float) -> Any:
-    """Pages are kept for a writer that nobody names."""
-    effects = real(book, session, now)
-    if session.held_until is not None:
-        session.held_until = float("inf")
-    return effects
-
-
 def _released_while_read(real: Any, book: SendBook, session: SendSession) -> Any:
     """A request is released although a write still reads its blocks."""
     for sink in session.sinks.values():
@@ -142,24 +134,23 @@ def _released_while_read(real: Any, book: SendBook, session: SendSession) -> Any
 
 
 BUGS: dict[str, tuple[Plant, int]] = {
-    "fenced while a write is open": (method(SendBook, "_advance", _fence_at_once), 0),
-    "pages taken back without a fence": (method(ReceiveSession, "cancel", _ends_granted), 0),
-    "a lost connection is a fence": (method(ReceiveBook, "lost", _silence_is_death), 0),
+    "fenced while a write is open": (method(SendBook, "_advance", _fence_at_once), 11),
+    "pages taken back without a fence": (method(ReceiveSession, "cancel", _ends_granted), 11),
+    "a lost connection is a fence": (method(ReceiveBook, "lost", _silence_is_death), 30),
     "a release is lost": (method(SendBook, "_settle", no_effects_of(Release)), 0),
     "a release comes twice": (method(SendBook, "_settle", _released_twice), 0),
     "a block is sent before it is final": (method(SendBook, "blocks_final", _final_too_early), 0),
-    "a lease never ends": (method(SendBook, "expire", never), 0),
-    "a deadline never ends": (method(ReceiveBook, "tick", never), 0),
-    "a finished prefill is free at once": (method(Prefills, "finished", _abort_is_not_told), 0),
-    "an aborted parked request frees its blocks": (method(Engine, "abort", _frees_at_abort), 0),
+    "a lease never ends": (method(SendBook, "expire", never), 3),
+    "a deadline never ends": (method(ReceiveBook, "tick", never), 51),
+    "a finished prefill is free at once": (method(Prefills, "finished", _abort_is_not_told), 3),
+    "an aborted parked request frees its blocks": (method(Engine, "abort", _frees_at_abort), 12),
     "a receive is reported twice": (method(ReceiveBook, "_finish", _reported_twice), 0),
-    "pages are not counted": (_uncounted, 0),
-    "prompts are not compared": (method(SendSession, "refusal", _always_fits), 0),
-    "granted again before the fence": (method(ReceiveBook, "retarget", _next_at_once), 0),
-    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 0),
-    "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 0),
-    "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 0),
-    "held pages are held for ever": (method(ReceiveBook, "_settle", _held_for_ever), 0),
-    "released while a write reads": (method(SendBook, "_settle", _released_while_read), 0),
+    "pages are not counted": (_uncounted, 5),
+    "prompts are not compared": (method(SendSession, "refusal", _always_fits), 2),
+    "granted again before the fence": (method(ReceiveBook, "retarget", _next_at_once), 30),
+    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 70),
+    "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 10),
+    "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 26),
+    "released while a write reads": (method(SendBook, "_settle", _released_while_read), 11),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""

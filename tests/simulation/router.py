@@ -131,8 +131,9 @@ class Router:
                     self._perform(effect)
         finally:
             self._is_busy = False
-        if len(self.core.queue) > LIMITS.queue_limit_requests:
-            self.world.fail(f"{len(self.core.queue)} requests wait")
+        waiting = [request for request in self.core.queue.values() if not request.attempt]
+        if len(waiting) > LIMITS.queue_limit_requests:  # Those that had a node before come on top.
+            self.world.fail(f"{len(waiting)} requests wait")
         self._arm_timer()
 
     def _arm_timer(self) -> None:
@@ -333,6 +334,21 @@ class Router:
             self.hear(self.life, ev.ClientGone(request_id))
 
     # -- audits --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Promises on nodes are those of the requests that are out, and clients' tokens are right
+        so far.
+        """
+        for client in self.clients.values():
+            right = [token(client.prompt, n) for n in range(len(client.tokens))]
+            if client.tokens != right:
+                self.world.fail(f"{client.request_id}: {client.tokens} is not {right}")
+        for node in self.core.membership.nodes.values():
+            choices = [(r, r.choice) for r in self.core.requests.values() if r.choice is not None]
+            prefill = [r for r, c in choices if r.has_prefill_leg and c.prefill is node]
+            decode = [r for r, c in choices if r.has_decode_leg and c.decode is node]
+            if (node.prefill_legs, node.decode_legs) != (len(prefill), len(decode)):
+                self.world.fail(f"{node.name} counts {node.prefill_legs}, {node.decode_legs} legs")
 
     def leftovers(self) -> list[str]:
         """What an idle router must not hold."""

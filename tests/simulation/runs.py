@@ -70,8 +70,8 @@ def run_plan(plan: Plan) -> Result:
     """
     world = World(plan.seed)
     cluster = Cluster(world, plan)
-    for number, ask in enumerate(plan.asks):
-        world.at(ask.at, cluster.ask, number, ask)
+    for ask in plan.asks:
+        world.at(ask.at, cluster.ask, ask)
     for fault in plan.faults:
         world.at(fault.at, faults.begin, cluster, fault)
     try:

@@ -45,6 +45,13 @@ class World:
         call(*args)
         return True
 
+    def run_for(self, seconds: float) -> None:
+        """Deliver everything that happens within so long."""
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.step()
+        self.now = end
+
     def note(self, text: str, *facts: Any) -> None:
         """A line of the story. It is only formatted when somebody reads it: ``facts`` must be such
         as never change.
