@@ -21,7 +21,7 @@ SHARE_SEEDS = 100
 """What a process is given at one time."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_seed_violates_an_invariant(summary: Callable[[str], None]) -> None:
     """Blocks have one owner, no byte lands in pages that were given back, texts are right, every
     request ends once, and in the end nothing is held. The counts are in the summary.
