@@ -74,8 +74,9 @@ def run_plan(plan: Plan) -> Result:
         world.at(ask.at, cluster.ask, ask)
     for fault in plan.faults:
         world.at(fault.at, faults.begin, cluster, fault)
+    last = max([LOAD_S, *(ask.at for ask in plan.asks), *(fault.at for fault in plan.faults)])
     try:
-        settle(cluster)
+        settle(cluster, load_s=last)
     except InvariantError:
         raise
     except Exception as error:
