@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 CONFIG ?= quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help install model quickstart test test-fast test-all check check-format check-lint check-types fmt bench clean
+.PHONY: help install model quickstart test test-fast test-all chaos check check-format check-lint check-types fmt bench clean
 
 help: ## This list
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ test-fast: install ## The tests that start no vLLM engine (seconds)
 
 test-all: model ## Every test, those that need a GPU too
 	$(PYTEST) $(PYTEST_ARGS)
+
+chaos: install ## Torment a cluster of mock engines for 30 minutes and judge it (make chaos ARGS="--minutes 5")
+	PYTHONPATH=tests $(BIN)/python -m chaos.run $(ARGS)
 
 check: check-format check-lint check-types ## Format, lint and types; changes nothing
 

@@ -183,6 +183,17 @@ class Reservations:
         """Requests whose pages are reserved and have not landed."""
         return sum(r.state is ReservationState.RESERVED for r in self._reservations.values())
 
+    def unreserved(self) -> list[tuple[str, str, str]]:
+        """(transfer id, request id, prefill node's incarnation) of the requests that have no pages
+        yet. May be called from any thread.
+        """
+        known = list(self._reservations.items())  # In one step of the interpreter.
+        return [
+            (r.params.transfer_id, request_id, r.params.peer_incarnation)
+            for request_id, r in known
+            if r.state is ReservationState.ARRIVED
+        ]
+
     @property
     def has_orders(self) -> bool:
         """Whether the workers must be told something before anything else happens."""

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from splitserve.kv_transfer.channel import dial, listen
+from splitserve.kv_transfer.holdings import Holding
 from splitserve.kv_transfer.orders import Retarget
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     total_blocks: int = 0
     open_transfers: int = 0
     leased_blocks: int = 0
+    quarantined_transfers: int = 0
+    quarantined_blocks: int = 0
+    """Blocks of cancelled receives whose writer has neither fenced nor died."""
+    holdings: tuple[Holding, ...] = ()
+    """Open transfers, up to a bound."""
+    holdings_left_out: int = 0
+    """Open transfers beyond the bound."""
+    overdue_writers: tuple[str, ...] = ()
+    """Incarnations that have to end so that quarantined blocks come back."""
     counters: dict[str, float] = {}
 
 

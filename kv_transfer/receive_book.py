@@ -394,6 +394,8 @@ class ReceiveBook:
         effects: list[ReceiveEffect] = [TellOnce(address, cancel) for address in session.unasked]
         session.cancel(reason, trigger)
         session.fence_asked_at = now
+        if session.quarantined_since is None and session.is_quarantined:
+            session.quarantined_since = now
         for address in session.unfenced:
             introduced = self._introduced.get(address)
             if introduced is not None and introduced.incarnation == session.peer_incarnation:

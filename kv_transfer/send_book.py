@@ -287,6 +287,10 @@ class SendBook:
             effects += self._settle(session)
         return effects
 
+    def sessions(self) -> list[SendSession]:
+        """The open sessions, for audits."""
+        return list(self._sessions.values())
+
     @property
     def open_sessions(self) -> int:
         """Requests that are being prefilled for, or held for, a peer."""

@@ -77,6 +77,8 @@ class ReceiveSession:
     is_last_posted: bool = False
     """A source has posted its last write."""
     fence_asked_at: float = 0.0
+    quarantined_since: float | None = None
+    """When a fence was first asked for."""
     pages: int = 0
     bytes: int = 0
     times: dict[str, float] = field(default_factory=dict)
@@ -208,6 +210,11 @@ class ReceiveSession:
     def unfenced(self) -> list[str]:
         """Addresses of the sources that may still write."""
         return [a for a, source in self.sources.items() if source.state in MAY_WRITE]
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Nobody wants the pages any more, and somebody may still write to them."""
+        return any(s.state is SourceState.QUARANTINED for s in self.sources.values())
 
     @property
     def unasked(self) -> list[str]:

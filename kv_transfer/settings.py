@@ -43,6 +43,12 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a decode node whose prefill node has failed waits to be told of another one, before
     it computes the prompt itself; 0 where nobody would tell.
     """
+    fence_timeout_s: float = 30.0
+    """How long a writer may owe a fence for pages that nobody wants any more, before it is reported
+    as overdue.
+    """
+    quarantine_limit_bytes: int = 256 * MIB
+    """Pages that may wait for fences together; the writers of more are overdue too."""
     peer_silence_s: float = 30.0
     """A decode rank that says nothing for this long is given up; it says something every two
     seconds.

@@ -18,15 +18,20 @@ KEY = "splitserve"
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One leg's part in a transfer."""
+    """What a leg is part of."""
 
     transfer_id: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "alone"]
+    """``alone``: the request takes part in no transfer."""
     attempt: int = 1
     peer_incarnation: str
     """Incarnation of the node on the other side of this leg."""
     peer_addresses: tuple[str, ...] = ()
     """Decode legs: control endpoint of each rank of the prefill node, in rank order."""
+    resumed_tokens: int = 0
+    """The last so many tokens of the prompt are an answer's beginning, which another engine has
+    sent.
+    """
 
 
 class BadTransferParamsError(ValueError):
@@ -76,3 +81,14 @@ def unseal(kv_transfer_params: dict[str, Any] | None, secret: bytes) -> Transfer
         raise BadTransferParamsError(
             f"kv_transfer_params.splitserve cannot be read: {error}"
         ) from error
+
+
+def resumed_tokens(kv_transfer_params: dict[str, Any] | None, secret: bytes) -> int:
+    """How many tokens at the prompt's end are an answer's beginning; 0 for what this cluster has
+    not sealed.
+    """
+    try:
+        params = unseal(kv_transfer_params, secret)
+    except BadTransferParamsError:
+        return 0
+    return params.resumed_tokens if params is not None else 0

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from splitserve.kv_transfer.holdings import HoldingsTaker, QuarantineLimits, RankHoldings
 from splitserve.kv_transfer.messages import Introduction
 from splitserve.kv_transfer.orders import StepOrders, TransferResults
 from splitserve.kv_transfer.process_identity import own_identity
@@ -49,6 +50,8 @@ not.
 """
 QUIET_S = 1.0
 """After this long without a sign of progress the naps become longer."""
+HOLDINGS_INTERVAL_S = 0.25
+"""Between two looks at what is held for whom; whoever asks does so twice a second."""
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 5.0
 PREEMPTION_DEADLINE_S = 30.0
@@ -86,6 +89,13 @@ class TransferThread:
         self._failed_receiving: set[str] = set()
         self._counters: dict[str, float] = {}
         self._open: tuple[int, int] = (0, 0)
+        self._holdings = RankHoldings()
+        self._holdings_at = 0.0
+        self._taker = HoldingsTaker(QuarantineLimits(
+            fence_timeout_s=settings.fence_timeout_s,
+            limit_bytes=settings.quarantine_limit_bytes,
+            block_bytes=layout.layers * layout.page_bytes,
+        ))  # fmt: skip
         self._stopping = False
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -171,6 +181,11 @@ class TransferThread:
             counters = dict(self._counters)
             counters["open_sends"], counters["open_receives"] = self._open
         return counters
+
+    def holdings(self) -> RankHoldings:
+        """What this rank holds for whom, as of less than a second ago."""
+        with self._lock:
+            return self._holdings
 
     def stop(self) -> None:
         """End the thread; afterwards the registered memory is not touched any more. May be called
@@ -314,6 +329,19 @@ class TransferThread:
             self._open = (sending.book.open_sessions, receiving.book.open_sessions)
         sending.released.clear()
         receiving.finished.clear()
+        self._publish_holdings(sending, receiving)
+
+    def _publish_holdings(self, sending: SendingSide, receiving: ReceivingSide) -> None:
+        """A few times a second, and at once when nothing is held any more."""
+        now = monotonic()
+        is_empty = self._open == (0, 0)
+        if is_empty and not self._holdings.held:
+            return
+        if is_empty or now - self._holdings_at >= HOLDINGS_INTERVAL_S:
+            self._holdings_at = now
+            holdings = self._taker.take(sending.book, receiving.book, now)
+            with self._lock:
+                self._holdings = holdings
 
 
 def _readable(descriptors: list[int]) -> list[int]:

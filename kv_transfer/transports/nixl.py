@@ -128,13 +128,20 @@ class NixlTransport:
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self._agent = self._api.nixl_agent(self._settings.incarnation, config)
+        except self._errors as error:
+            raise TransportError(
+                f"UCX cannot be used with {_ucx_choice()} ({_said(error)}); name transports and"
+                " devices that this machine has, or leave UCX_TLS out"
+            ) from error
+        if "UCX" not in self._agent.backends:
+            raise TransportError("this NIXL has no UCX backend; install the full wheel")
+        try:
             number = max(0, self._device)
             ranges = [(region.address, region.length, number, "") for region in regions]
             self._registration = self._agent.register_memory(ranges, _kind(self._device))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register this memory: {_said(error)}") from error
-        if "UCX" not in self._agent.backends:
-            raise TransportError("this NIXL has no UCX backend; install the full wheel")
+        logger.info("nixl: UCX with %s", _ucx_choice())
 
     def describe(self) -> bytes:
         return envelope.seal(
@@ -346,6 +353,12 @@ class NixlTransport:
             else "carried by the network; on one host that means the right to trace is missing"
         )
         logger.info("nixl: pages for %s are %s", peer, how)
+
+
+def _ucx_choice() -> str:
+    """What UCX was told to use."""
+    names = ("UCX_TLS", "UCX_NET_DEVICES")
+    return ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in names)
 
 
 def _kind(device: int) -> str:

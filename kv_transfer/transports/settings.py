@@ -15,6 +15,8 @@ class TransportSettings:
     """Address to listen on, and the one that peers are told (``tcp``, ``ucx``)."""
     advertised_host: str = ""
     """Address that peers are told instead of ``host``; needed when ``host`` is a wildcard."""
+    port: int = 0
+    """Port on which pages are received (``tcp``, ``local``); 0 takes a free one."""
     net_devices: str = ""
     """UCX network devices (``nixl``, ``ucx``), e.g. ``eth0`` or ``mlx5_0:1``. Empty: loopback,
     unless the environment already sets ``UCX_NET_DEVICES``."""

@@ -103,7 +103,7 @@ class TcpTransport:
         """As in the interface, and listening. Raises ``TransportError`` when it cannot listen."""
         refuse_device_memory(self.capabilities.name, regions)
         self._regions = tuple(regions)
-        self._listener = _listen(self._settings.host)
+        self._listener = _listen(self._settings.host, self._settings.port)
         _check_reachable(self._settings.advertised_host or self._listener.getsockname()[0])
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
@@ -281,16 +281,17 @@ class TcpTransport:
         receiver.close()
 
 
-def _listen(host: str) -> socket.socket:
-    """A non-blocking listener on an ephemeral port of ``host``."""
+def _listen(host: str, port: int) -> socket.socket:
+    """A non-blocking listener on ``port`` of ``host``, on any free one when it is 0."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind)
     except OSError as error:
         raise TransportError(f"cannot listen on {host!r}: {error}") from error
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(INCOMING_LIMIT)
     except OSError as error:

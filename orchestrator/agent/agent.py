@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -29,7 +29,9 @@ from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_en
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
+    Dismiss,
     Drain,
+    EndEngine,
     EngineDied,
     FailTransfer,
     LoadingProgress,
@@ -55,7 +57,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
@@ -65,6 +67,8 @@ _log = logging.getLogger(__name__)
 
 STATE_INTERVAL_S = 0.5
 _FLUSH_S = 1.0
+RELAY_LIMIT_ORDERS = 10_000
+"""Orders of the router that may wait for an engine that does not answer; later ones are lost."""
 
 EXIT_STOPPED = 0
 """Asked to stop, or drained."""
@@ -85,6 +89,16 @@ class Life:
     endpoint: Endpoint | None = None
     was_ready: bool = False
     last_answer: float = field(default_factory=time.monotonic)
+    drain: Drain | None = None
+    dismissal: Dismiss | None = None
+    is_dismissed: bool = False
+    """It ends by order of the router."""
+    owed_nothing: bool = False
+    """As its engine said when it was dismissed."""
+    end: asyncio.Future[str] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Done, with the reason, when the router wants the engine killed."""
 
 
 class Agent:
@@ -122,7 +136,8 @@ class Agent:
         self._stop = asyncio.Event()
         self._exit_status = EXIT_STOPPED
         self._is_ending = False
-        self._drain_deadline: float | None = None
+        self._relays: asyncio.Queue[tuple[Life, ToAgent]] = asyncio.Queue(RELAY_LIMIT_ORDERS)
+        """For the engine, in their order: an engine that does not answer holds up only these."""
 
     def stop(self) -> None:
         """Begin to stop: the engine gets ``stop_timeout_s`` to end."""
@@ -132,12 +147,19 @@ class Agent:
         """Returns an exit status when the node has ended; nothing of the engine lives then."""
         link = asyncio.create_task(self._link.run())
         link.add_done_callback(self._on_link_ended)
+        relay = asyncio.create_task(self.relay_orders())
         try:
             self._report_previous_life()
             while True:
-                self._has_served |= await self._live()
+                life = await self._live()
+                self._has_served |= life.was_ready
                 if self._stop.is_set():
                     return self._exit_status
+                if life.drain is not None and not life.drain.restarts:
+                    self._set_phase("left")
+                    return EXIT_STOPPED
+                if life.is_dismissed:
+                    continue
                 delay = self._budget.take(time.monotonic()) if self._has_served else None
                 if delay is None:
                     self._set_phase("failed")
@@ -148,6 +170,7 @@ class Agent:
                 if self._stop.is_set():
                     return self._exit_status
         finally:
+            relay.cancel()
             await self._end(link)
 
     def _on_link_ended(self, link: asyncio.Task[None]) -> None:
@@ -159,26 +182,30 @@ class Agent:
         self._exit_status = EXIT_FAULT
         self._stop.set()
 
-    async def _live(self) -> bool:
-        """One life, until nothing of its engine is left; whether it was ready."""
+    async def _live(self) -> Life:
+        """One life, until nothing of its engine is left."""
         life = self._start_engine()
         self._life = life
         self._set_phase("loading")
         watch = asyncio.create_task(self._watch(life))
         gone = asyncio.create_task(life.engine.gone())
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((watch, gone, stop), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((watch, gone, stop, life.end), return_when=asyncio.FIRST_COMPLETED)
         verdict = ""
-        if watch.done() and not watch.cancelled():
+        if life.end.done():
+            verdict = f"the router ended it: {life.end.result()}"
+        elif watch.done() and not watch.cancelled():
             verdict = self._verdict_of(watch)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        if not gone.done():
+        if life.end.done():
+            await life.engine.kill()
+        elif not gone.done():
             await life.engine.stop(self._config.supervision.stop_timeout_s)
         exit_status = await gone
         stop.cancel()
         self._bury(life, exit_status, verdict)
-        return life.was_ready
+        return life
 
     def _verdict_of(self, watch: asyncio.Task[str]) -> str:
         """Why watching ended before the engine did."""
@@ -202,7 +229,7 @@ class Agent:
 
     async def _watch(self, life: Life) -> str:
         """Wait for readiness, then report state twice a second. Returns why the engine must be
-        ended; "" when asked to stop.
+        ended; "" when the router has dismissed it.
         """
         limit = self.node.settings.startup_timeout_s
         progress = asyncio.create_task(self._report_progress())
@@ -237,6 +264,8 @@ class Agent:
         silence_limit = self._config.supervision.engine_silence_limit_s
         life.last_answer = time.monotonic()
         while True:
+            # What is asked after it says what the router's last leg has left
+            dismissal = life.dismissal
             try:
                 status = await answer_of(endpoint.status())
             except ENDPOINT_ERRORS:
@@ -248,23 +277,18 @@ class Agent:
             else:
                 life.last_answer = time.monotonic()
                 self._report(status)
-                if self._has_drained(status):
-                    self._stop.set()
-                    return ""
+                life.owed_nothing = dismissal is not None and _owes_nothing(status)
+            if dismissal is not None and (dismissal.at_once or life.owed_nothing):
+                life.is_dismissed = True
+                return ""
             await asyncio.sleep(STATE_INTERVAL_S)
-
-    def _has_drained(self, status: EngineStatus) -> bool:
-        if self._drain_deadline is None:
-            return False
-        owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
-        return owed == 0 or time.monotonic() > self._drain_deadline
 
     def _describe(self, life: Life, description: EngineDescription) -> NodeDescription:
         return NodeDescription(
             node=self.node.name,
             pool=self.node.pool,
             incarnation=life.incarnation,
-            engine_url=self.node.engine_url,
+            engine_url=self.node.advertised_url,
             engine_api_key=life.api_key,
             control_addresses=tuple(description.control_addresses),
             model=self._config.model.name,
@@ -283,7 +307,9 @@ class Agent:
         self._incarnation_path().unlink(missing_ok=True)
         lines = life.engine.log.story()
         cause = verdict or likely_cause(lines, exit_status)
-        if self._stop.is_set() and not verdict:
+        if life.is_dismissed:
+            cause = "drained" if life.owed_nothing else "ended by an operator before it was drained"
+        elif self._stop.is_set() and not verdict:
             cause = "stopped"
         self._died = EngineDied(
             node=self.node.name,
@@ -291,6 +317,8 @@ class Agent:
             exit_status=exit_status,
             likely_cause=cause,
             last_lines=lines,
+            was_ordered=life.is_dismissed,
+            owed_nothing=life.owed_nothing,
         )
         self._link.died(self._died)
         self._set_phase("dead", life)
@@ -314,7 +342,7 @@ class Agent:
 
     async def _on_message(self, message: ToAgent) -> None:
         """Obey the router."""
-        endpoint = self._life.endpoint if self._life is not None else None
+        life = self._life
         match message:
             case Welcome():
                 self._refused = ""
@@ -323,20 +351,44 @@ class Agent:
                 _log.error("the router will not use %s: %s", self.node.name, reason)
             case SetRole(role=role):
                 self.role = role
-            case Drain(deadline_s=deadline_s):
-                self._drain_deadline = time.monotonic() + deadline_s
+            case Drain() if life is not None and life.incarnation == message.incarnation:
+                life.drain = message
                 self._set_phase("draining")
-            case FailTransfer(transfer_id=transfer_id, reason=reason) if endpoint is not None:
-                await self._relay(endpoint.fail_transfer(transfer_id, reason), message)
-            case RetargetTransfer() if endpoint is not None:
-                order = Retarget(**structs.asdict(message))
-                await self._relay(endpoint.retarget(order), message)
-            case PeerDied(incarnation=incarnation) if endpoint is not None:
-                await self._relay(endpoint.peer_died(incarnation), message)
+            case Dismiss() if life is not None and life.incarnation == message.incarnation:
+                life.dismissal = message
+            case EndEngine(incarnation=incarnation, reason=reason):
+                if life is not None and life.incarnation == incarnation and not life.end.done():
+                    _log.warning("killing the engine %s: %s", incarnation, reason)
+                    life.end.set_result(reason)
+            case _ if life is not None and life.endpoint is not None:
+                try:
+                    self._relays.put_nowait((life, message))
+                except asyncio.QueueFull:
+                    _log.warning("lost %r: %d orders wait", message, RELAY_LIMIT_ORDERS)
             case _:
                 _log.debug("nothing to do for %r: no engine is ready", message)
 
-    async def _relay(self, call: Coroutine[Any, Any, None], message: ToAgent) -> None:
+    async def relay_orders(self) -> None:
+        """Hand orders to the engine one by one, for ever; those for an engine that has ended are
+        dropped.
+        """
+        while True:
+            life, message = await self._relays.get()
+            if life.endpoint is not None:
+                await self._relay(life.endpoint, message)
+            self._relays.task_done()
+
+    async def _relay(self, endpoint: Endpoint, message: ToAgent) -> None:
+        match message:
+            case FailTransfer(transfer_id=transfer_id, reason=reason):
+                call = endpoint.fail_transfer(transfer_id, reason)
+            case RetargetTransfer():
+                call = endpoint.retarget(Retarget(**structs.asdict(message)))
+            case PeerDied(incarnation=incarnation):
+                call = endpoint.peer_died(incarnation)
+            case _:
+                _log.warning("%r is not for an engine", message)
+                return
         try:
             await answer_of(call)
         except ENDPOINT_ERRORS as error:
@@ -362,21 +414,12 @@ class Agent:
         self._write_status(status, life)
         if life is None:
             return
-        state = NodeState(node=self.node.name, incarnation=life.incarnation, phase=self.phase)
-        if status is not None:
-            state = NodeState(
-                node=self.node.name,
-                incarnation=life.incarnation,
-                phase=self.phase,
-                running=status.running,
-                waiting=status.waiting,
-                free_blocks=status.free_blocks,
-                total_blocks=status.total_blocks,
-                open_transfers=status.open_transfers,
-                leased_blocks=status.leased_blocks,
-                counters=dict(status.counters),
-            )
-        self._link.fresh(state)
+        self._link.fresh(NodeState(
+            node=self.node.name,
+            incarnation=life.incarnation,
+            phase=self.phase,
+            **(structs.asdict(status) if status is not None else {}),
+        ))  # fmt: skip
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
         """For ``status``; a full disk must not end a healthy engine."""
@@ -412,6 +455,7 @@ class Agent:
                 waiting=status.waiting if status is not None else 0,
                 free_blocks=status.free_blocks if status is not None else 0,
                 total_blocks=status.total_blocks if status is not None else 0,
+                quarantined_blocks=status.quarantined_blocks if status is not None else 0,
                 exit_status=died.exit_status if died is not None else None,
                 likely_cause=died.likely_cause if died is not None else "",
                 last_lines=died.last_lines if died is not None else (),
@@ -434,3 +478,8 @@ class Agent:
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
+
+
+def _owes_nothing(status: EngineStatus) -> bool:
+    """Whether nobody waits for the engine: no client, and no peer that still fetches pages."""
+    return not (status.running or status.waiting or status.open_transfers or status.leased_blocks)

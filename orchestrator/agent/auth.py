@@ -1,4 +1,6 @@
-"""How an agent proves to the router that it belongs to the cluster."""
+"""How an agent proves to the router that it belongs to the cluster, and an operator that it runs
+it. Neither token reveals the cluster secret, nor the other one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,24 @@ def agent_token(secret: bytes) -> str:
     return digest.hexdigest()
 
 
+def operator_token(secret: bytes) -> str:
+    """The bearer token for operators' routes; `up` leaves it in a file for its owner."""
+    digest = hashlib.blake2b(
+        b"operator", key=secret[:64], person=b"splitserve-agent", digest_size=16
+    )
+    return digest.hexdigest()
+
+
+def is_operator_token(authorization: str | None, secret: bytes) -> bool:
+    """Whether an ``Authorization`` header carries the operators' token, in constant time."""
+    return _is_bearer(authorization, operator_token(secret))
+
+
 def is_agent_token(authorization: str | None, secret: bytes) -> bool:
     """Whether an ``Authorization`` header carries that token, in constant time."""
-    expected = f"Bearer {agent_token(secret)}"
+    return _is_bearer(authorization, agent_token(secret))
+
+
+def _is_bearer(authorization: str | None, token: str) -> bool:
     given = (authorization or "").encode(errors="surrogatepass")
-    return hmac.compare_digest(given, expected.encode())
+    return hmac.compare_digest(given, f"Bearer {token}".encode())

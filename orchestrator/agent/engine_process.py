@@ -83,9 +83,19 @@ class EngineProcess:
         """Ask the engine to end, kill it after ``timeout_s``; returns when every process of it is
         gone.
         """
-        self._order(f"stop {timeout_s}")
+        return await self._end(f"stop {timeout_s}", timeout_s + _STOP_MARGIN_S)
+
+    async def kill(self) -> int:
+        """Kill the engine at once, stopped processes too; returns when every process of it is
+        gone.
+        """
+        return await self._end("kill", _KILL_DEADLINE_S)
+
+    async def _end(self, order: str, limit_s: float) -> int:
+        """The guard ends the engine as ordered; a guard that does not is killed itself."""
+        self._order(order)
         try:
-            async with asyncio.timeout(timeout_s + _STOP_MARGIN_S):
+            async with asyncio.timeout(limit_s):
                 return await self.gone()
         except TimeoutError:
             _log.warning("the guard of the engine does not end; killing it")

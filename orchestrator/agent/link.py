@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 PATH = "/internal/agents"
 _RETRY_S = 0.25
-_RETRY_LIMIT_S = 5.0
+_RETRY_LIMIT_S = 1.0
+"""While the router is away; until its nodes are back a restarted router refuses requests."""
 _HEARTBEAT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0

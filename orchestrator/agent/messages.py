@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
+from splitserve.kv_transfer.holdings import Holding
+
 Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
 
@@ -60,6 +62,14 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     open_transfers: int = 0
     leased_blocks: int = 0
     """Blocks that a finished request still holds for a peer."""
+    quarantined_transfers: int = 0
+    quarantined_blocks: int = 0
+    """Blocks of cancelled receives whose writer has neither fenced nor died."""
+    holdings: tuple[Holding, ...] = ()
+    """What the engine holds for its peers, up to a bound."""
+    holdings_left_out: int = 0
+    overdue_writers: tuple[str, ...] = ()
+    """Incarnations that owe this engine a fence for too long: their processes have to end."""
     counters: dict[str, float] = {}
     """Monotonic counters of the connector (pages and bytes sent and received, refused grants,
     recomputed tokens, ...).
@@ -82,6 +92,10 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     exit_status: int
     likely_cause: str
     last_lines: tuple[str, ...]
+    was_ordered: bool = False
+    """It ended because its node was drained."""
+    owed_nothing: bool = False
+    """And nobody needed anything that it had."""
 
 
 FromAgent = AgentHello | NodeState | LoadingProgress | EngineDied
@@ -106,9 +120,20 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Take no new work; leave when what is owed is delivered."""
+    """The node gets no new work. Its engine runs on until the node is dismissed."""
 
-    deadline_s: float
+    incarnation: str
+    restarts: bool
+    """When dismissed, the engine ends and another one is started; else the node leaves."""
+
+
+class Dismiss(msgspec.Struct, frozen=True, kw_only=True, tag="dismiss"):
+    """The router has nothing out on a draining node: its engine ends as soon as it owes no peer
+    anything, or ``at_once``.
+    """
+
+    incarnation: str
+    at_once: bool
 
 
 class FailTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="fail_transfer"):
@@ -136,4 +161,23 @@ class PeerDied(msgspec.Struct, frozen=True, kw_only=True, tag="peer_died"):
     incarnation: str
 
 
-ToAgent = Welcome | RefuseNode | SetRole | Drain | FailTransfer | RetargetTransfer | PeerDied
+class EndEngine(msgspec.Struct, frozen=True, kw_only=True, tag="end_engine"):
+    """Kill the engine of this incarnation, all of its processes; the next one is started as after
+    any other death.
+    """
+
+    incarnation: str
+    reason: str
+
+
+ToAgent = (
+    Welcome
+    | RefuseNode
+    | SetRole
+    | Drain
+    | Dismiss
+    | FailTransfer
+    | RetargetTransfer
+    | PeerDied
+    | EndEngine
+)

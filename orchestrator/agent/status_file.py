@@ -20,8 +20,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
 
     node: str
     phase: str
-    """``loading``, ``ready``, ``draining``, ``dead`` (waits for a restart) or ``failed`` (will not
-    be restarted).
+    """``loading``, ``ready``, ``draining``, ``left`` (it was drained), ``dead`` (waits for a
+    restart) or ``failed`` (will not be restarted).
     """
     role: str
     stage: str
@@ -40,6 +40,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
     waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    quarantined_blocks: int = 0
+    """Blocks whose next owner has to wait for a prefill engine's word, or its end."""
     exit_status: int | None = None
     likely_cause: str = ""
     last_lines: tuple[str, ...] = ()

@@ -20,6 +20,12 @@ EXIT_REFUSED = 2
 """The command line or the configuration is wrong; nothing was started."""
 EXIT_NOT_RUNNING = 3
 """No such cluster is running."""
+EXIT_DIFFERS = 4
+"""An audit has found something that differs."""
+
+
+class RefusedError(Exception):
+    """What was asked for is not done; the message says why and what to do."""
 
 
 class TellingGroup(click.Group):
@@ -29,7 +35,7 @@ class TellingGroup(click.Group):
         """Run the chosen command."""
         try:
             result: object = super().invoke(ctx)
-        except (ConfigError, RunningClusterError, ModelError) as error:
+        except (ConfigError, RunningClusterError, ModelError, RefusedError) as error:
             _tell(_lines_of(error))
             raise click.exceptions.Exit(EXIT_REFUSED) from error
         except StartError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
 from splitserve.orchestrator.config import dump_resolved, nodes
 from splitserve.orchestrator.launch.base import StartError
@@ -40,7 +41,7 @@ async def run_cluster(
     """
     files = ClusterFiles(plan.config.name)
     with files.lock():
-        files.begin_run(dump_resolved(plan.config))
+        files.begin_run(dump_resolved(plan.config), operator_token(plan.secret))
         launcher = LocalLauncher(
             plan.config,
             files,

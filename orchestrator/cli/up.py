@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
+from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.running import run_cluster
@@ -59,7 +60,7 @@ def down(name: str | None) -> None:
     """Stop the cluster NAME (default: the only one that runs), also what is left of one whose `up`
     was killed.
     """
-    files = _chosen(name)
+    files = chosen_cluster(name)
     record = files.record()
     if record is None or not files.is_running():
         if record is not None:
@@ -67,7 +68,7 @@ def down(name: str | None) -> None:
             files.remove_record()
             click.echo(f"{files.name} was not running; removed what was left of it")
             return
-        raise click.exceptions.Exit(_not_running(files.name))
+        raise click.exceptions.Exit(not_running(files.name))
     os.kill(record.pid, signal.SIGTERM)
     if not _wait_until_stopped(files, _stop_limit_s(files)):
         click.echo(f"{files.name} does not stop; killing it", err=True)
@@ -81,8 +82,17 @@ def down(name: str | None) -> None:
 @click.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-def status(name: str | None, as_json: bool) -> None:
+@click.option("--audit", is_flag=True, help="Compare what the engines hold with what the router "
+    "believes; exit status 4 when anything differs.")  # fmt: skip
+def status(name: str | None, as_json: bool, audit: bool) -> None:
     """Show the clusters of this user: endpoints, nodes, load. Exit status 3 when none runs."""
+    if audit:
+        files = chosen_cluster(name)
+        record = files.record()
+        if record is None or not files.is_running():
+            raise click.exceptions.Exit(not_running(files.name))
+        show_audit(files, record, as_json=as_json)
+        return
     clusters = [ClusterFiles(name)] if name else known_clusters()
     found = [_facts(files, record) for files in clusters if (record := files.record()) is not None]
     if as_json:
@@ -129,19 +139,21 @@ def _detach(prepared: Plan) -> None:
     raise StartError(f"it did not start; its log is {log_path}", tuple(text.splitlines()[-15:]))
 
 
-def _chosen(name: str | None) -> ClusterFiles:
+def chosen_cluster(name: str | None) -> ClusterFiles:
+    """The cluster NAME, or the only one there is."""
     if name is not None:
         return ClusterFiles(name)
     clusters = known_clusters()
     if len(clusters) == 1:
         return clusters[0]
     if not clusters:
-        raise click.exceptions.Exit(_not_running(None))
+        raise click.exceptions.Exit(not_running(None))
     names = ", ".join(files.name for files in clusters)
     raise click.UsageError(f"several clusters are known ({names}); name one")
 
 
-def _not_running(name: str | None) -> int:
+def not_running(name: str | None) -> int:
+    """Say so; returns the exit status."""
     click.echo(f"no cluster{f' named {name!r}' if name else ''} is running", err=True)
     return EXIT_NOT_RUNNING
 
@@ -198,6 +210,8 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         used = node["total_blocks"] - node["free_blocks"]
         state = stage_of(msgspec.convert(node, type=NodeStatus))
         blocks = f"{used} of {node['total_blocks']}"
+        if node["quarantined_blocks"]:
+            blocks += f" ({node['quarantined_blocks']} quarantined)"
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], node["role"], state, *numbers)
     console.print(table)

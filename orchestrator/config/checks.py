@@ -53,7 +53,13 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
         problems += _pool_problems(pool, config.pool(pool), config)
     if not config.allow_shared_devices:
         problems += _shared(config, "cpus") + _shared(config, "gpus")
-    problems += _port_overlaps(config)
+    problems += _port_overlaps(config) + _weight_differences(config)
+    breaker = config.policy.breaker
+    if breaker.open_limit_s < breaker.open_s:
+        problems.append(
+            f"policy.breaker.open_limit_s is {breaker.open_limit_s:g} but policy.breaker.open_s is"
+            f" {breaker.open_s:g}: the longest delay cannot be shorter than the first"
+        )
     if not is_loopback(config.router.host) and not config.security.api_keys:
         problems.append(
             f"router.host: {config.router.host} serves the network without any key; add "
@@ -87,6 +93,19 @@ def _pool_differences(config: ClusterConfig) -> list[str]:
             f"prefill.transfer.transport is {ours} but decode.transfer.transport is {theirs}: "
             "both ends must speak the same; give both pools the same value"
         )
+    return problems
+
+
+def _weight_differences(config: ClusterConfig) -> list[str]:
+    weights: dict[str, float] = {}
+    problems = []
+    for index, key in enumerate(config.security.api_keys):
+        first = weights.setdefault(key.tenant, key.weight)
+        if key.weight != first:
+            problems.append(
+                f"security.api_keys[{index}].weight is {key.weight:g}, but an earlier key of tenant"
+                f" {key.tenant!r} has {first:g}: give all keys of a tenant the same weight"
+            )
     return problems
 
 
@@ -191,12 +210,10 @@ def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
             (node.endpoint_port, "127.0.0.1", f"{node.name} endpoint ({node.pool}.port_base)")
         )
         for rank in range(node.settings.engine_args.tensor_parallel_size):
-            port = node.control_port_base + rank if node.control_port_base else 0
-            uses.append(
-                (
-                    port,
-                    node.settings.transfer.host,
-                    f"{node.name} control ({node.pool}.transfer.port_base)",
-                )
-            )
+            for base, use in (
+                (node.control_port_base, f"control ({node.pool}.transfer.port_base)"),
+                (node.data_port_base, f"data ({node.pool}.transfer.data_port_base)"),
+            ):
+                port = base + rank if base else 0
+                uses.append((port, node.settings.transfer.host, f"{node.name} {use}"))
     return [use for use in uses if use[0]]

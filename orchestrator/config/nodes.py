@@ -31,11 +31,19 @@ class NodeConfig:
     """Loopback port of the connector's endpoint, for the agent."""
     control_port_base: int
     """Rank r of the engine listens on ``control_port_base + r``."""
+    data_port_base: int = 0
+    """Rank r receives pages on ``data_port_base + r``; 0: on any port."""
 
     @property
     def engine_url(self) -> str:
-        """Base URL of the engine's HTTP server."""
+        """Base URL of the engine's HTTP server, for its agent."""
         return f"http://{bracketed(self.settings.host)}:{self.http_port}"
+
+    @property
+    def advertised_url(self) -> str:
+        """The same, for the router."""
+        host = self.settings.advertise_host or self.settings.host
+        return f"http://{bracketed(host)}:{self.http_port}"
 
     @property
     def endpoint_address(self) -> str:
@@ -44,9 +52,9 @@ class NodeConfig:
 
     @property
     def control_addresses(self) -> tuple[str, ...]:
-        """ZeroMQ addresses of the engine's ranks, in rank order."""
+        """ZeroMQ addresses by which peers reach the engine's ranks, in rank order."""
         ranks = range(self.settings.engine_args.tensor_parallel_size)
-        host = bracketed(self.settings.transfer.host)
+        host = bracketed(self.settings.advertise_host or self.settings.transfer.host)
         return tuple(f"tcp://{host}:{self.control_port_base + rank}" for rank in ranks)
 
 
@@ -80,6 +88,7 @@ def node(config: ClusterConfig, name: str) -> NodeConfig:
 def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
     ranks = settings.engine_args.tensor_parallel_size
     base, control = settings.port_base, settings.transfer.port_base
+    data = settings.transfer.data_port_base
     return [
         NodeConfig(
             name=f"{pool}-{index}",
@@ -91,6 +100,7 @@ def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
             http_port=base + 2 * index if base else 0,
             endpoint_port=base + 2 * index + 1 if base else 0,
             control_port_base=control + index * ranks if control else 0,
+            data_port_base=data + index * ranks if data else 0,
         )
         for index in range(settings.replicas)
     ]

@@ -95,7 +95,7 @@ class RouterConfig(Section):
 
     queue_limit_requests: int = Field(default=256, ge=1)
     """Requests that wait in the router for a free pair of nodes; the next one gets status 429 with
-    `Retry-After`.
+    `Retry-After`. When tenants share the queue, the 429 goes to the one that holds most of it.
     """
 
     queue_timeout_s: Seconds = 60.0
@@ -157,6 +157,18 @@ class TransferConfig(Section):
     before it computes the prompt itself.
     """
 
+    fence_timeout_s: Seconds = 30.0
+    """Seconds a prefill engine may owe a decode engine its word that it writes no more to pages
+    which nobody wants; then it is killed and started again, since pages come back only with that
+    word or with its end. Never needed with `tcp`.
+    """
+
+    quarantine_limit_bytes: Bytes = 256 * 2**20
+    """Bytes of KV, per tensor-parallel rank of a decode node, that may wait for such a word
+    together; beyond that the prefill engines that owe it longest are killed before
+    `fence_timeout_s` ends. A quarter of `kv_cache_bytes` is a good value.
+    """
+
     host: Host = "127.0.0.1"
     """Address on which the control channel between engines listens, one socket per tensor-parallel
     rank.
@@ -165,6 +177,11 @@ class TransferConfig(Section):
     port_base: Port = 0
     """First control port; node i, rank r listens on `port_base + i * tensor_parallel_size + r`. 0
     takes free ports at start.
+    """
+
+    data_port_base: Port = 0
+    """First port on which `tcp` and `local` receive pages, numbered like `port_base`; 0 takes a
+    free one at each start of an engine. Fixed ports are for firewalls and port mappings.
     """
 
 
@@ -239,6 +256,12 @@ class PoolConfig(Section):
     host: Host = "127.0.0.1"
     """Address on which the engines' HTTP servers listen; the router must reach it."""
 
+    advertise_host: str = ""
+    """Address by which the router and the other engines reach this pool's nodes (HTTP, control
+    channel, `tcp`'s data), when it is not the one they listen on: behind NAT, in containers. Ports
+    are the same on both sides. Empty: the addresses they listen on.
+    """
+
     port_base: Port = 0
     """First engine port; node i takes `port_base + 2 * i` for HTTP and the next one, always on
     loopback, for its agent. 0 takes free ports at start.
@@ -261,11 +284,39 @@ class ConditionalConfig(Section):
     """
 
 
+class BreakerConfig(Section):
+    """When the router stops sending work to a node whose legs fail. Only an engine's own faults
+    count: broken connections, malformed answers, 5xx other than 501, no first token in time; never
+    4xx, clients that left or cancelled legs.
+    """
+
+    failures: int = Field(default=5, ge=1)
+    """Faults in a row after which a node's breaker opens; so many within `window_s` open it too,
+    when at least half of the legs that ended in that time failed. An open node gets no work while
+    another node of its pool can be used.
+    """
+
+    window_s: Seconds = 10.0
+    """Seconds for which a fault counts towards that share."""
+
+    open_s: Seconds = 1.0
+    """Seconds after which one request tries an open node; doubled after each try that fails. Also
+    how long a node is the last choice after a single fault, and how often a node without any
+    alternative is tried while it is open.
+    """
+
+    open_limit_s: Seconds = 30.0
+    """Longest time in seconds between two tries."""
+
+
 class PolicyConfig(Section):
     """Decisions of the router."""
 
     conditional: ConditionalConfig = ConditionalConfig()
     """When a request is not split."""
+
+    breaker: BreakerConfig = BreakerConfig()
+    """When a failing node gets no work."""
 
     max_attempts: int = Field(default=2, ge=1)
     """Nodes of each pool that one request is tried on before its first data. After the last prefill
@@ -278,7 +329,12 @@ class ApiKeyConfig(Section):
     """One key that clients may use. Exactly one of `key_file` and `key_env`."""
 
     tenant: str = Field(min_length=1)
-    """Whom the key belongs to; tenants never share cached KV."""
+    """Whom the key belongs to; tenants never share cached KV, and take turns when requests wait."""
+
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Share of the waiting queue's turns and places that the tenant has beside others: 2 gets twice
+    as much as 1. Equal for all keys of one tenant.
+    """
 
     key_file: str | None = None
     """File that holds the key (surrounding blanks are ignored)."""

@@ -63,7 +63,7 @@ class Actions(Endings):
         request.attempt += 1
         request.timeline.attempts = request.attempt
         request.choice = choice._replace(prefill=node, prefill_blocks=blocks)
-        self._commit_prefill(request, node, blocks)
+        self._commit_prefill(request, node, blocks, now)
         request.phase = Phase.PREFILLING
         transfer_id, attempt = request.transfer_id, request.attempt
         decode = choice.decode.description
@@ -81,7 +81,8 @@ class Actions(Endings):
         return [*effects, FailTransfer(request.choice.decode.name, request.transfer_id, reason)]
 
     def relay(self, request: Request, now: float, reason: str) -> list[Effect]:
-        request.timeline.first_data = now
+        if request.timeline.first_data is None:
+            request.timeline.first_data = now
         request.timeline.status = 200
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.STREAMING
@@ -95,6 +96,9 @@ class Actions(Endings):
             effects = self._retry(request, now)
             if effects is not None:
                 return effects
+        if request.timeline.first_data is not None:
+            message = f"the answer could not be continued: {reason}"
+            return self._end_with_error(request, 502, message, now)
         effects = self._cancel_prefill(request)
         effects += self._abandon_transfer(request, "the decode node refused the request")
         effects.append(PassRefusal(request.id, request.decode_attempt))
@@ -119,11 +123,14 @@ class Actions(Endings):
         moved = self._move_decode(request, now)
         if moved is not None:
             return moved
+        return self._begin_anew(request, now)
+
+    def _begin_anew(self, request: Request, now: float) -> list[Effect]:
+        """Cancel what is out; the request is placed again, before all that wait."""
         effects = self._cancel_legs(request)
         self.deadlines[DeadlineKind.FIRST_TOKEN].disarm(request.id)
         request.phase = Phase.QUEUED
-        self._enter_queue(request, now)
-        self.queue.move_to_end(request.id, last=False)
+        self._enter_queue(request, now, is_first=True)
         return effects + self._try_place(request, now)
 
     def _move_decode(self, request: Request, now: float) -> list[Effect] | None:
@@ -147,7 +154,7 @@ class Actions(Endings):
         request.attempt += 1
         request.timeline.attempts = request.attempt
         request.choice = choice._replace(decode=node, decode_blocks=blocks)
-        self._commit_decode(request, node, blocks)
+        self._commit_decode(request, node, blocks, now)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         start = StartDecode(

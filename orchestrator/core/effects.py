@@ -9,6 +9,7 @@ import msgspec
 from splitserve.orchestrator.agent.messages import NodeDescription
 
 Leg = Literal["prefill", "decode"]
+DrainVerdict = Literal["draining", "unknown_node", "last_decode_node"]
 
 
 class AcceptNode(msgspec.Struct, frozen=True):
@@ -22,6 +23,32 @@ class RefuseNode(msgspec.Struct, frozen=True):
 
     node: str
     reason: str
+
+
+class DrainNode(msgspec.Struct, frozen=True):
+    """Tell the agent that its node gets no new work."""
+
+    node: str
+    incarnation: str
+    restarts: bool
+
+
+class DismissNode(msgspec.Struct, frozen=True):
+    """Tell the agent that the router has nothing out on its node: its engine ends when it owes no
+    peer anything, or ``at_once``.
+    """
+
+    node: str
+    incarnation: str
+    at_once: bool = False
+
+
+class AnswerDrain(msgspec.Struct, frozen=True):
+    """Tell the operator what became of the request to drain a node."""
+
+    ticket: int
+    verdict: DrainVerdict
+    message: str
 
 
 class StartPair(msgspec.Struct, frozen=True):
@@ -48,6 +75,14 @@ class CancelLeg(msgspec.Struct, frozen=True):
     request_id: str
     attempt: int
     leg: Leg
+
+
+class DoubtLeg(msgspec.Struct, frozen=True):
+    """The leg's node is silent: the leg has failed if nothing came on it for so long."""
+
+    request_id: str
+    attempt: int
+    silence_limit_s: float
 
 
 class StartPrefill(msgspec.Struct, frozen=True):
@@ -98,6 +133,25 @@ class AnnounceDeath(msgspec.Struct, frozen=True):
     """The one node to tell, which may have missed it; empty for all."""
 
 
+class EndEngine(msgspec.Struct, frozen=True):
+    """Tell the node's agent to kill the engine of that incarnation; its death is reported like any
+    other.
+    """
+
+    node: str
+    incarnation: str
+    reason: str
+
+
+class ReportBreaker(msgspec.Struct, frozen=True):
+    """Tell people that a node's circuit breaker has changed, and after which fault."""
+
+    node: str
+    leg: Leg
+    state: str
+    reason: str
+
+
 class AnswerError(msgspec.Struct, frozen=True):
     """End the client's answer with an error: a status when nothing was sent yet, else an error
     event.
@@ -138,6 +192,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     prefill_node: str = ""
     decode_node: str = ""
     attempts: int = 0
+    continuations: int = 0
+    """How often another decode node went on in the middle of the answer."""
     dispatched: float | None = None
     prefill_answered: float | None = None
     prefill_status: int | None = None
@@ -153,14 +209,20 @@ class Timeline(msgspec.Struct, kw_only=True):
 Effect = (
     AcceptNode
     | RefuseNode
+    | DrainNode
+    | DismissNode
+    | AnswerDrain
     | StartPair
     | StartAlone
     | StartPrefill
     | StartDecode
     | CancelLeg
+    | DoubtLeg
     | RetargetTransfer
     | FailTransfer
     | AnnounceDeath
+    | EndEngine
+    | ReportBreaker
     | AnswerError
     | PassRefusal
     | EndRequest

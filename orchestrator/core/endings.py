@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.core.audit import EndedRequest
 from splitserve.orchestrator.core.effects import AnswerError, Effect, EndRequest, FailTransfer
 from splitserve.orchestrator.core.lifecycle import Phase
 from splitserve.orchestrator.core.membership import DECODE
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.requests import Request
 
 CLIENT_CLOSED_REQUEST = 499
+ENDED_LIMIT_REQUESTS = 10_000
+"""Ended requests that are remembered as owners of what engines still hold."""
 
 
 class Endings(Placing):
@@ -27,13 +30,16 @@ class Endings(Placing):
         return self._end_with_error(request, 503, message, now, retry_after_s=5)
 
     def has_untried_node(self, request: Request) -> bool:
-        """Whether a decode node is usable on which no attempt of the request has failed."""
+        """Whether a decode node is usable, or restarts and will be, on which no attempt of the
+        request has failed.
+        """
         usable = self.membership.usable(DECODE)
-        return any(node.description.incarnation not in request.tried for node in usable)
+        is_there = any(node.description.incarnation not in request.tried for node in usable)
+        return is_there or self.membership.awaits(DECODE)
 
     def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"no node had room for the request: {reason}"
-        return self._end_with_error(request, 503, message, now, self._retry_after_s(now))
+        return self._end_with_error(request, 503, message, now, self._retry_after_s(request, now))
 
     def answer_too_late(self, request: Request, now: float, reason: str) -> list[Effect]:
         return self._end_with_error(request, 504, f"the engines were too slow: {reason}", now)
@@ -43,12 +49,15 @@ class Endings(Placing):
 
     def break_stream(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"the decode node failed in the middle of the answer: {reason}"
-        choice = request.choice
-        effects: list[Effect] = []
-        if choice is not None and choice.prefill is not None:
-            # Whether the decode node had let go of the prefill node's pages is not known
-            effects.append(FailTransfer(choice.prefill.name, request.transfer_id, reason))
+        effects = self._release_at_prefill(request, reason)
         return effects + self._end_with_error(request, 502, message, now)
+
+    def _release_at_prefill(self, request: Request, reason: str) -> list[Effect]:
+        """Whether the decode node had let go of the prefill node's pages is not known."""
+        choice = request.choice
+        if choice is None or choice.prefill is None:
+            return []
+        return [FailTransfer(choice.prefill.name, request.transfer_id, reason)]
 
     def cancel(self, request: Request, now: float, reason: str) -> list[Effect]:
         effects = self._cancel_legs(request)
@@ -82,7 +91,8 @@ class Endings(Placing):
     def _end(self, request: Request, outcome: str, reason: str, now: float) -> list[Effect]:
         assert not request.has_prefill_leg, "a prefill leg outlived its request"
         assert not request.has_decode_leg, "a decode leg outlived its request"
-        self._leave_queue(request)
+        if request.phase is Phase.QUEUED:
+            self._leave_queue(request)
         for queue in self.deadlines.values():
             queue.disarm(request.id)
         request.phase = Phase.ENDED
@@ -91,4 +101,7 @@ class Endings(Placing):
         if timeline.last_data is None:
             timeline.last_data = now
         del self.requests[request.id]
+        self.ended[request.id] = EndedRequest(now, outcome)
+        while len(self.ended) > ENDED_LIMIT_REQUESTS:
+            self.ended.popitem(last=False)
         return [EndRequest(timeline)]

@@ -37,6 +37,22 @@ class NodeDied(msgspec.Struct, frozen=True):
     node: str
     incarnation: str
     cause: str
+    owed_nothing: bool = False
+    """It was drained: nobody needs anything that it had."""
+
+
+class DrainRequested(msgspec.Struct, frozen=True):
+    """An operator wants a node to take no new work, and to go when it owes nothing."""
+
+    ticket: int
+    """Names the operator's request in ``AnswerDrain``."""
+    node: str
+    restarts: bool
+    """It comes back as a new incarnation; otherwise it leaves."""
+    is_forced: bool = False
+    """Also when no other decode node is usable."""
+    timeout_s: float | None = None
+    """Then it goes whatever it owes; None: as long as a request may take."""
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
@@ -52,6 +68,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
     alone_because: str
     """Why the request must not be split; empty when it may be."""
     tenant: str = ""
+    can_continue: bool = False
+    """Whether another node may go on in the middle of the answer: the result is exact."""
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True):
@@ -68,6 +86,8 @@ class PrefillFailed(msgspec.Struct, frozen=True):
     request_id: str
     attempt: int
     reason: str
+    is_engine_fault: bool = True
+    """False when the router itself could not send it."""
 
 
 class FirstDataArrived(msgspec.Struct, frozen=True):
@@ -91,6 +111,8 @@ class DecodeFailed(msgspec.Struct, frozen=True):
     request_id: str
     attempt: int
     reason: str
+    is_engine_fault: bool = True
+    """False when the router itself could not send it."""
 
 
 class DecodeEnded(msgspec.Struct, frozen=True):
@@ -123,6 +145,7 @@ Event = (
     | NodeReported
     | NodeDisconnected
     | NodeDied
+    | DrainRequested
     | RequestArrived
     | PrefillAnswered
     | PrefillFailed

@@ -7,6 +7,8 @@ from the start or because the prefill leg failed; ``TAIL`` that the client has i
 while the prefill engine's own answer (its sampled token, which nobody needs) is still out and keeps
 its slot.
 
+A stream whose decode node fails goes through the first phases again, behind what the client has.
+
 The table knows nothing about nodes or time; the actions it names are methods of ``RouterCore``.
 """
 
@@ -44,6 +46,9 @@ class Trigger(Enum):
     DECODE_ENDED = "decode ended"
     PREFILL_NODE_LOST = "prefill node lost"
     DECODE_NODE_LOST = "decode node lost"
+    PREFILL_NODE_SILENT = "prefill node silent"
+    DECODE_NODE_SILENT = "decode node silent"
+    DISPLACED = "displaced"
     CLIENT_GONE = "client gone"
     DEADLINE = "deadline"
     STOPPING = "router stopping"
@@ -70,7 +75,8 @@ class Row:
 
 
 _P, _T = Phase, Trigger
-_RETRIED = (_P.PREFILLING, _P.LANDING, _P.ALONE, _P.QUEUED, _P.ENDED)
+_RESTARTED = (_P.PREFILLING, _P.ALONE, _P.QUEUED)
+_RETRIED = (*_RESTARTED, _P.LANDING, _P.ENDED)
 
 DEADLINES: Final[dict[Phase, tuple[DeadlineKind, ...]]] = {
     _P.QUEUED: (DeadlineKind.QUEUE, DeadlineKind.REQUEST),
@@ -90,6 +96,7 @@ def _before_first_data(phase: Phase) -> dict[tuple[Phase, Trigger], Row]:
         (phase, _T.DECODE_REFUSED): Row("weigh_refusal", _RETRIED),
         (phase, _T.DECODE_FAILED): Row("retry_decode", _RETRIED),
         (phase, _T.DECODE_NODE_LOST): Row("retry_decode", _RETRIED),
+        (phase, _T.DECODE_NODE_SILENT): Row("leave_silent_decode", (phase, *_RETRIED)),
         (phase, _T.CLIENT_GONE): Row("cancel", (_P.ENDED,)),
         (phase, _T.DEADLINE): Row("answer_too_late", (_P.ENDED,)),
         (phase, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),
@@ -101,6 +108,9 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.QUEUED, _T.PLACED_ALONE): Row("start_alone", (_P.ALONE,)),
     (_P.QUEUED, _T.PREFILL_NODE_LOST): Row("stay", (_P.QUEUED,)),
     (_P.QUEUED, _T.DECODE_NODE_LOST): Row("check_pool", (_P.QUEUED, _P.ENDED)),
+    (_P.QUEUED, _T.PREFILL_NODE_SILENT): Row("stay", (_P.QUEUED,)),
+    (_P.QUEUED, _T.DECODE_NODE_SILENT): Row("check_pool", (_P.QUEUED, _P.ENDED)),
+    (_P.QUEUED, _T.DISPLACED): Row("answer_full", (_P.ENDED,)),
     (_P.QUEUED, _T.CLIENT_GONE): Row("cancel", (_P.ENDED,)),
     (_P.QUEUED, _T.DEADLINE): Row("answer_no_capacity", (_P.ENDED,)),
     (_P.QUEUED, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),
@@ -108,16 +118,21 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.PREFILLING, _T.PREFILL_ANSWERED): Row("release_prefill", (_P.LANDING,)),
     (_P.PREFILLING, _T.PREFILL_FAILED): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
     (_P.PREFILLING, _T.PREFILL_NODE_LOST): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
+    (_P.PREFILLING, _T.PREFILL_NODE_SILENT): Row("leave_silent_prefill", _RESTARTED),
     **_before_first_data(_P.LANDING),
     (_P.LANDING, _T.PREFILL_NODE_LOST): Row("retry_prefill", (_P.PREFILLING, _P.ALONE)),
+    (_P.LANDING, _T.PREFILL_NODE_SILENT): Row("leave_silent_prefill", (_P.LANDING, *_RESTARTED)),
     **_before_first_data(_P.ALONE),
     (_P.ALONE, _T.PREFILL_NODE_LOST): Row("stay", (_P.ALONE,)),
+    (_P.ALONE, _T.PREFILL_NODE_SILENT): Row("stay", (_P.ALONE,)),
     (_P.STREAMING, _T.PREFILL_ANSWERED): Row("release_prefill", (_P.STREAMING,)),
     (_P.STREAMING, _T.PREFILL_FAILED): Row("release_prefill", (_P.STREAMING,)),
     (_P.STREAMING, _T.PREFILL_NODE_LOST): Row("release_prefill", (_P.STREAMING,)),
     (_P.STREAMING, _T.DECODE_ENDED): Row("finish", (_P.TAIL, _P.ENDED)),
-    (_P.STREAMING, _T.DECODE_FAILED): Row("break_stream", (_P.ENDED,)),
-    (_P.STREAMING, _T.DECODE_NODE_LOST): Row("break_stream", (_P.ENDED,)),
+    (_P.STREAMING, _T.DECODE_FAILED): Row("continue_stream", (*_RESTARTED, _P.ENDED)),
+    (_P.STREAMING, _T.DECODE_NODE_LOST): Row("continue_stream", (*_RESTARTED, _P.ENDED)),
+    (_P.STREAMING, _T.PREFILL_NODE_SILENT): Row("stay", (_P.STREAMING,)),
+    (_P.STREAMING, _T.DECODE_NODE_SILENT): Row("doubt_stream", (_P.STREAMING,)),
     (_P.STREAMING, _T.CLIENT_GONE): Row("cancel", (_P.ENDED,)),
     (_P.STREAMING, _T.DEADLINE): Row("answer_too_late", (_P.ENDED,)),
     (_P.STREAMING, _T.STOPPING): Row("answer_stopping", (_P.ENDED,)),
@@ -125,6 +140,8 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Row]] = {
     (_P.TAIL, _T.PREFILL_FAILED): Row("end_tail", (_P.ENDED,)),
     (_P.TAIL, _T.PREFILL_NODE_LOST): Row("end_tail", (_P.ENDED,)),
     (_P.TAIL, _T.DECODE_NODE_LOST): Row("stay", (_P.TAIL,)),
+    (_P.TAIL, _T.PREFILL_NODE_SILENT): Row("stay", (_P.TAIL,)),
+    (_P.TAIL, _T.DECODE_NODE_SILENT): Row("stay", (_P.TAIL,)),
     (_P.TAIL, _T.CLIENT_GONE): Row("stay", (_P.TAIL,)),
     (_P.TAIL, _T.DEADLINE): Row("end_tail", (_P.ENDED,)),
     (_P.TAIL, _T.STOPPING): Row("end_tail", (_P.ENDED,)),

@@ -11,14 +11,37 @@ it did not place itself: leases, quarantined pages, other users, and estimates t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.core.breaker import Breaker
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+    from splitserve.orchestrator.core.effects import Leg
 
 PREFILL = "prefill"
 DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Drain:
+    """Why a node gets no new work, and how far its leaving is."""
+
+    restarts: bool
+    due: float
+    """Then it goes, whatever it owes."""
+    is_dismissed: bool = False
+    """The core has nothing out on it; what its engine holds for peers is its agent's to know."""
+    is_overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """A node that will be back as another incarnation."""
+
+    role: str
+    old_incarnation: str
 
 
 @dataclass(eq=False, slots=True)
@@ -38,10 +61,11 @@ class Node:
     committed_blocks: int = 0
     foreign_blocks: int = 0
     """Used blocks that the core did not place, as of the last report."""
-    cooling_until: float = 0.0
-    """After a broken leg the node is the last choice until then."""
+    prefill_breaker: Breaker = field(default_factory=Breaker)
+    decode_breaker: Breaker = field(default_factory=Breaker)
     chosen_at: int = 0
     """Number of the latest choice; the node chosen longest ago wins a tie."""
+    drain: Drain | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +75,8 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Whether new work may go there."""
-        return self.phase == "ready" and self.is_connected and not self.is_silent
+        is_heard = self.is_connected and not self.is_silent
+        return self.phase == "ready" and is_heard and self.drain is None
 
     @property
     def free_blocks(self) -> int:
@@ -65,6 +90,10 @@ class Node:
         size = self.description.block_tokens
         most = min(self.description.max_model_len, self.description.total_blocks * size)
         return -(-min(tokens, most) // size)
+
+    def breaker(self, leg: Leg) -> Breaker:
+        """The breaker of that kind of leg."""
+        return self.decode_breaker if leg == "decode" else self.prefill_breaker
 
     def note_report(self, state: NodeState) -> None:
         """Takes over what the engine says of itself."""
@@ -82,6 +111,8 @@ class Membership:
         self.nodes: dict[str, Node] = {}
         self.refused: dict[str, str] = {}
         """Reason of the latest refusal by node name."""
+        self.returning: dict[str, Returning] = {}
+        """Nodes that restart because they were told to, by name, until they are usable again."""
         self._usable: dict[str, list[Node]] = {}
 
     def usable(self, role: str) -> list[Node]:
@@ -92,6 +123,10 @@ class Membership:
             self._usable[role] = found
         return found
 
+    def awaits(self, role: str) -> bool:
+        """Whether a node of that role restarts and is expected back."""
+        return any(node.role == role for node in self.returning.values())
+
     def changed(self) -> None:
         """To be called after a node came, went, or became usable or not."""
         self._usable.clear()
@@ -100,6 +135,13 @@ class Membership:
         """The node if it still lives that life."""
         node = self.nodes.get(name)
         return node if node and node.description.incarnation == incarnation else None
+
+    def lives_as(self, incarnation: str) -> Node | None:
+        """The node whose engine lives that life."""
+        for node in self.nodes.values():
+            if node.description.incarnation == incarnation:
+                return node
+        return None
 
     def why_refuse(self, description: NodeDescription, role: str) -> str:
         """What keeps a node from taking part, naming both values; empty when nothing does."""

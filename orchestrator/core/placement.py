@@ -1,19 +1,26 @@
 """Where a request goes: split over a pair or whole to a decode node, and which nodes.
 
 Nothing here changes a node; the answer is a choice, or the resource that is missing.
+
+A node whose breaker is shut gets nothing while another one can be waited for; nodes without any
+alternative are tried at the rate that the breaker bounds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+from splitserve.orchestrator.core.breaker import GOOD, SHUT, TO_BE_TRIED
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from splitserve.orchestrator.core.effects import Leg
     from splitserve.orchestrator.core.membership import Node
 
-Missing = Literal["prefill_slot", "decode_blocks", "decode_node"]
+Missing = Literal["prefill_slot", "prefill_node", "decode_blocks", "decode_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,6 @@ class PlacementLimits:
     """Shorter prompts are not split; 0 splits every prompt that can be split."""
     default_output_tokens: int = 512
     """Tokens reserved for an answer whose length the client did not limit."""
-    cooldown_s: float = 1.0
-    """Seconds for which a node whose leg broke is the last choice."""
 
 
 class Choice(NamedTuple):
@@ -59,23 +64,32 @@ def decision(
 
 
 def choose_decode(
-    nodes: Iterable[Node], tokens: int, tried: Container[str], now: float
+    nodes: Iterable[Node], tokens: int, tried: Collection[str], now: float
 ) -> tuple[Node, int] | Missing:
     """The decode node with the fewest requests among those whose free blocks cover ``tokens``, and
-    the blocks.
+    the blocks. A request that has failed on ``tried`` is not used to try another doubtful node.
     """
     best: Node | None = None
-    best_key: tuple[bool, int, int] | None = None
+    best_key: tuple[int, int, int] | None = None
     missing: Missing = "decode_node"
+    shut: list[Node] = []
     for node in nodes:
         if node.description.incarnation in tried:
+            continue
+        breaker = node.decode_breaker
+        standing = GOOD if breaker.is_clean else breaker.standing(now)
+        if standing == SHUT or (standing == TO_BE_TRIED and tried):
+            shut.append(node)
             continue
         missing = "decode_blocks"
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue
-        key = (node.cooling_until > now, node.decode_legs, node.chosen_at)
+        key = (standing, node.decode_legs, node.chosen_at)
         if best_key is None or key < best_key:
             best, best_key = node, key
+    if missing == "decode_node" and shut:
+        missing = "decode_blocks"
+        best = _to_try_anyway(shut, "decode", tokens, now)
     return missing if best is None else (best, best.blocks_for(tokens))
 
 
@@ -88,22 +102,45 @@ def choose_prefill(
     ignores_slots: bool = False,
 ) -> tuple[Node, int] | Missing:
     """The prefill node with the fewest legs among those with a free slot and room for ``tokens``,
-    and the blocks. ``ignores_slots``: a decode node has reserved pages already, so the prompt need
-    not wait for its turn.
+    and the blocks; ``prefill_node`` is missing when the breakers of all are shut.
+
+    ``ignores_slots``: a decode node has reserved pages already, so the prompt need not wait for its
+    turn; since another node has failed it, it is not used to try a doubtful one.
     """
     best: Node | None = None
-    best_key: tuple[bool, int, int] | None = None
+    best_key: tuple[int, int, int] | None = None
+    missing: Missing = "prefill_node"
+    shut: list[Node] = []
     for node in nodes:
+        breaker = node.prefill_breaker
+        standing = GOOD if breaker.is_clean else breaker.standing(now)
+        if standing == SHUT or (standing == TO_BE_TRIED and ignores_slots):
+            shut.append(node)
+            continue
+        missing = "prefill_slot"
         fits_in_a_step = node.prefill_tokens + tokens <= limits.prefill_batch_tokens
         has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
         if not (has_slot or fits_in_a_step):
             continue
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue
-        key = (node.cooling_until > now, node.prefill_legs, node.chosen_at)
+        key = (standing, node.prefill_legs, node.chosen_at)
         if best_key is None or key < best_key:
             best, best_key = node, key
-    return "prefill_slot" if best is None else (best, best.blocks_for(tokens))
+    if missing == "prefill_node" and shut:
+        best = _to_try_anyway(shut, "prefill", tokens, now)
+    return missing if best is None else (best, best.blocks_for(tokens))
+
+
+def _to_try_anyway(nodes: Iterable[Node], leg: Leg, tokens: int, now: float) -> Node | None:
+    """Of nodes that are shut, the one chosen longest ago of those that may be tried now."""
+    may = [
+        node
+        for node in nodes
+        if node.breaker(leg).may_try_anyway(now)
+        and (node.free_blocks >= node.blocks_for(tokens) or is_idle(node))
+    ]
+    return min(may, key=attrgetter("chosen_at"), default=None)
 
 
 def is_idle(node: Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import islice
+from math import ceil
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
@@ -20,6 +21,7 @@ from splitserve.orchestrator.core.effects import (
     StartAlone,
     StartPair,
 )
+from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
 from splitserve.orchestrator.core.placement import (
@@ -29,35 +31,37 @@ from splitserve.orchestrator.core.placement import (
     choose_prefill,
     decision,
 )
+from splitserve.orchestrator.core.suspecting import Suspecting
 
 if TYPE_CHECKING:
+    from splitserve.orchestrator.core.audit import EndedRequest
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
 
+
 QUEUE_SCAN_LIMIT_REQUESTS = 32
-"""How far behind a request that waits for a prefill slot the queue is searched for one that needs
-none.
-"""
+"""How far behind a request that waits for a node's return the queue is searched for others."""
 
 
-class Placing(ABC):
+class Placing(Suspecting, ABC):
     """The core's state, and who holds what of it."""
 
     def __init__(self, limits: CoreLimits) -> None:
-        self.limits = limits
+        super().__init__(limits)
         self.membership = Membership()
         self.requests: dict[str, Request] = {}
-        self.queue: OrderedDict[str, Request] = OrderedDict()
+        self.queue: FairQueue[Request] = FairQueue(limits.tenant_weights)
         self.deadlines = {
             DeadlineKind.QUEUE: DeadlineQueue[str](limits.queue_timeout_s),
             DeadlineKind.FIRST_TOKEN: DeadlineQueue[str](limits.first_token_deadline_s),
             DeadlineKind.REQUEST: DeadlineQueue[str](limits.request_deadline_s),
         }
-        self._queued_alone = 0
-        """How many in the queue need no prefill slot."""
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        """The latest requests that are over, for the audit."""
         self._choices = 0
-        self._may_place = False
+        self._waits_for_slot = False
+        """Who is next in the queue lacks a prefill slot: free decode blocks would not help it."""
 
     @abstractmethod
     def _apply(
@@ -69,22 +73,51 @@ class Placing(ABC):
 
     def _place_waiting(self, now: float) -> list[Effect]:
         """Place waiting requests in their order until something is missing that those behind need
-        too.
+        too. One that waits for a prefill slot is passed by those that need none.
         """
         effects: list[Effect] = []
-        while self.queue:
-            placed = self._try_place(next(iter(self.queue.values())), now)
+        queue = self.queue
+        self._waits_for_slot = False
+        while (request := queue.first()) is not None:
+            placed = self._try_place(request, now)
+            if not placed:
+                self._waits_for_slot = self._missing == "prefill_slot"
+                if self._waits_for_return(request):
+                    effects += self._place_behind(request, now)
+                break
             effects += placed
+        while self._waits_for_slot and (request := queue.first_that_may_pass()) is not None:
+            placed = self._try_place(request, now)
             if not placed:
                 break
-        if self._queued_alone and self._missing == "prefill_slot":
-            scanned = islice(self.queue.values(), 1, QUEUE_SCAN_LIMIT_REQUESTS)
-            for request in [r for r in scanned if r.arrived.alone_because]:
-                placed = self._try_place(request, now)
-                effects += placed
-                if not placed:
-                    break
+            effects += placed
         return effects
+
+    def _waits_for_return(self, request: Request) -> bool:
+        """Whether the nodes that are there have failed the request, so that it waits for one that
+        restarts: those behind it need not wait for that.
+        """
+        is_last_tried = self._missing == "decode_node" and bool(request.tried)
+        return is_last_tried and bool(self.membership.usable(DECODE))
+
+    def _place_behind(self, head: Request, now: float) -> list[Effect]:
+        """Place the nearest of those that wait behind ``head``."""
+        effects: list[Effect] = []
+        for request in list(islice(self.queue.values(), QUEUE_SCAN_LIMIT_REQUESTS)):
+            if request is head:
+                continue
+            placed = self._try_place(request, now)
+            effects += placed
+            if not placed and not self._waits_for_return(request):
+                break
+        return effects
+
+    def needs_no_slot(self, request: Request) -> bool:
+        """Whether the request goes to a decode node alone, whatever prefill nodes there are."""
+        arrived = request.arrived
+        return bool(arrived.alone_because) or (
+            arrived.prompt_tokens < self.limits.placement.min_uncached_tokens
+        )
 
     _missing: Missing = "decode_node"
     """What the latest ``_try_place`` that placed nothing could not find."""
@@ -115,17 +148,24 @@ class Placing(ABC):
             request.timeline.decision = decided
             return Choice(decode, blocks)
         place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now)
+        if place == "prefill_node":
+            request.timeline.decision = "alone_no_prefill_node"
+            return Choice(decode, blocks)
         if isinstance(place, str):
             return place
         request.timeline.decision = decided
         return Choice(decode, blocks, *place)
 
     def _choose_decode(self, request: Request, now: float) -> tuple[Node, int] | Missing:
+        tokens = self._tokens_of(request)
+        return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
+
+    def _tokens_of(self, request: Request) -> int:
+        """What the prompt and the allowed answer take at most."""
         output = request.arrived.output_tokens
         if output is None:
             output = self.limits.placement.default_output_tokens
-        tokens = request.arrived.prompt_tokens + max(0, output)
-        return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
+        return request.arrived.prompt_tokens + max(0, output)
 
     def _commit(self, request: Request, now: float) -> Choice:
         """Count the chosen nodes' slots and blocks as taken; the request is out of the queue."""
@@ -133,7 +173,8 @@ class Placing(ABC):
         assert choice is not None
         assert not request.has_prefill_leg
         assert not request.has_decode_leg
-        self._leave_queue(request)
+        if self.queue.size:
+            self._serve(request, choice)
         self._choices += 1
         request.attempt += 1
         request.transfer_attempt = request.attempt
@@ -141,22 +182,33 @@ class Placing(ABC):
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
         timeline.prefill_node = ""
-        self._commit_decode(request, choice.decode, choice.decode_blocks)
+        self._commit_decode(request, choice.decode, choice.decode_blocks, now)
         if choice.prefill is not None:
-            self._commit_prefill(request, choice.prefill, choice.prefill_blocks)
+            self._commit_prefill(request, choice.prefill, choice.prefill_blocks, now)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
 
-    def _commit_decode(self, request: Request, node: Node, blocks: int) -> None:
+    def _serve(self, request: Request, choice: Choice) -> None:
+        """The request, if it waits, leaves the queue at its tenant's cost: its tokens, but no more
+        than fit on a node. One that an engine failed has been paid for.
+        """
+        most = choice.decode_blocks * choice.decode.description.block_tokens
+        cost = 0 if request.attempt else min(self._tokens_of(request), most)
+        if self.queue.serve(request.id, request.arrived.tenant, cost):
+            self.deadlines[DeadlineKind.QUEUE].disarm(request.id)
+
+    def _commit_decode(self, request: Request, node: Node, blocks: int, now: float) -> None:
         request.decode_attempt = request.attempt
         request.timeline.decode_node = node.name
         node.decode_legs += 1
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_decode_leg = True
+        if not node.decode_breaker.is_clean:
+            self.note_placed(node, "decode", request, now)
 
-    def _commit_prefill(self, request: Request, node: Node, blocks: int) -> None:
+    def _commit_prefill(self, request: Request, node: Node, blocks: int, now: float) -> None:
         request.prefill_attempt = request.attempt
         request.timeline.prefill_node = node.name
         node.prefill_legs += 1
@@ -164,6 +216,8 @@ class Placing(ABC):
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_prefill_leg = True
+        if not node.prefill_breaker.is_clean:
+            self.note_placed(node, "prefill", request, now)
 
     def start_pair(self, request: Request, now: float, reason: str) -> list[Effect]:
         choice = self._commit(request, now)
@@ -224,6 +278,8 @@ class Placing(ABC):
         choice.prefill.committed_blocks -= choice.prefill_blocks
         request.has_prefill_leg = False
         self._may_place = True
+        if not choice.prefill.prefill_breaker.is_clean:
+            self.note_over(choice.prefill, "prefill", request)
 
     def _give_back_decode(self, request: Request) -> None:
         choice = request.choice
@@ -232,22 +288,30 @@ class Placing(ABC):
         choice.decode.decode_legs -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
         request.has_decode_leg = False
-        self._may_place = True
+        if not self._waits_for_slot or self.queue.passing:
+            self._may_place = True
+        if not choice.decode.decode_breaker.is_clean:
+            self.note_over(choice.decode, "decode", request)
 
-    def _enter_queue(self, request: Request, now: float) -> None:
-        self.queue[request.id] = request
-        self._queued_alone += bool(request.arrived.alone_because)
+    def _enter_queue(self, request: Request, now: float, *, is_first: bool = False) -> None:
+        """Behind the others of its tenant; ``is_first``: before them."""
+        may_pass = self.needs_no_slot(request)
+        if is_first:
+            self._waits_for_slot = False
+        self.queue.add(
+            request.id, request, request.arrived.tenant, may_pass=may_pass, is_first=is_first
+        )
         self.deadlines[DeadlineKind.QUEUE].arm(request.id, now)
 
     def _leave_queue(self, request: Request) -> None:
-        if self.queue.pop(request.id, None) is not None:
-            self._queued_alone -= bool(request.arrived.alone_because)
+        if self.queue.discard(request.id, request.arrived.tenant):
             self.deadlines[DeadlineKind.QUEUE].disarm(request.id)
+            self._may_place = True
 
-    def _retry_after_s(self, now: float) -> int:
-        """What the request at the head of the queue has waited so far: the next one will hardly be
-        faster.
+    def _retry_after_s(self, request: Request, now: float) -> int:
+        """What the next request of this one's tenant has waited so far: those behind it will hardly
+        be faster. Whole seconds, from 1 to ``queue_timeout_s``.
         """
-        for request in self.queue.values():
-            return max(1, round(now - request.arrived_at))
-        return 1
+        oldest = self.queue.first_of(request.arrived.tenant) or self.queue.first()
+        waited = now - oldest.arrived_at if oldest is not None else 0.0
+        return max(1, ceil(min(waited, self.limits.queue_timeout_s)))

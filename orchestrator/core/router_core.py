@@ -1,9 +1,10 @@
 """The core's one door: facts in, orders out. No I/O, no clock, no randomness.
 
 It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
-is the table in ``lifecycle``; the methods named there as actions are in ``actions``. A request that
-cannot be placed waits in one bounded queue, first come first served; only a request that needs no
-prefill slot may pass one that waits for a slot.
+is the table in ``lifecycle``; the methods named there are in ``endings``, ``actions`` and
+``recovery``; how nodes leave is in ``draining``. A request that cannot be placed waits in one
+bounded queue (``admission``): tenants take turns, and within a tenant first come is first served;
+only a request that needs no prefill slot may pass one that waits for a slot.
 
 The core does not know how far a prompt is cached anywhere: the uncached part is taken to be the
 whole prompt.
@@ -15,7 +16,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.core.actions import Actions
+from splitserve.orchestrator.core.admission import Admission
+from splitserve.orchestrator.core.audit import Audit, Difference, find
+from splitserve.orchestrator.core.breaker import is_engine_fault
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.effects import (
     AcceptNode,
@@ -25,6 +28,7 @@ from splitserve.orchestrator.core.effects import (
     Timeline,
 )
 from splitserve.orchestrator.core.errors import IllegalTransitionError
+from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
 from splitserve.orchestrator.core.requests import Request
@@ -40,12 +44,14 @@ if TYPE_CHECKING:
 DEATHS_LIMIT_INCARNATIONS = 100
 
 
-class RouterCore(Actions):
+class RouterCore(Admission):
     """All decisions of the router."""
 
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.silence = DeadlineQueue[str](limits.node_silence_limit_s)
+        self.audit = Audit()
+        self.fencing = Fencing(self.membership, limits.engine_end_limit_s)
         self.is_stopping = False
         self._deaths: OrderedDict[str, None] = OrderedDict()
         """The latest incarnations that died, oldest first: a node that joins may have missed it."""
@@ -57,6 +63,7 @@ class RouterCore(Actions):
             ev.NodeReported: self._on_node_reported,
             ev.NodeDisconnected: self._on_node_disconnected,
             ev.NodeDied: self._on_node_died,
+            ev.DrainRequested: self._on_drain_requested,
             ev.RequestArrived: self._on_request_arrived,
             ev.PrefillAnswered: self._on_prefill_answered,
             ev.PrefillFailed: self._on_prefill_failed,
@@ -74,21 +81,40 @@ class RouterCore(Actions):
         """Apply one fact; return the orders that follow, in the order to perform them."""
         effects = self._handlers[type(event)](event, now)
         if self._may_place:
-            while self._may_place and self.queue:
+            while self._may_place and self.queue.size:
                 self._may_place = False
                 effects += self._place_waiting(now)
             self._may_place = False
+        if self._breaker_news:
+            effects = [*effects, *self._take_breaker_news()]
         return effects
 
     def next_deadline(self) -> float | None:
         """When ``TimePassed`` is due, None when nothing is waited for."""
-        dues = [queue.next_due() for queue in (*self.deadlines.values(), self.silence)]
+        dues = [queue.next_due() for queue in self._waits]
+        dues += self.drain_dues.values()
         return min((due for due in dues if due is not None), default=None)
 
     @property
     def shortest_wait_s(self) -> float:
-        """No deadline that is armed from now on is due sooner than this."""
-        return min(queue.duration_s for queue in (*self.deadlines.values(), self.silence))
+        """No deadline that is armed from now on is due sooner than this, except that of a drain."""
+        return min(queue.duration_s for queue in self._waits)
+
+    @property
+    def _waits(self) -> tuple[DeadlineQueue[str], ...]:
+        return (*self.deadlines.values(), self.silence, self.returns)
+
+    def differences(self, now: float) -> list[Difference]:
+        """What engines hold and the core does not know of, or the other way round, as of their
+        latest reports.
+        """
+        self._look(now)
+        return self.audit.differences(now)
+
+    def _look(self, now: float) -> None:
+        nodes = self.membership.nodes.values()
+        found = find(nodes, self.requests, self.ended, self.limits.lease_s, now)
+        self.audit.note(found, now)
 
     # Nodes
 
@@ -104,6 +130,7 @@ class RouterCore(Actions):
             self.membership.refused[description.node] = reason
             if known:
                 effects += self._lose(known, reason, now)
+            effects += self._await_no_more(description.node, now)
             return [*effects, RefuseNode(description.node, reason)]
         self.membership.refused.pop(description.node, None)
         if known:
@@ -115,7 +142,8 @@ class RouterCore(Actions):
         self.silence.arm(description.node, now)
         self._may_place = True
         missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
-        return [*effects, AcceptNode(description.node), *missed]
+        again = self._drain_orders(known) if known else []
+        return [*effects, AcceptNode(description.node), *missed, *again]
 
     def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
         state = event.state
@@ -127,7 +155,13 @@ class RouterCore(Actions):
         node.note_report(state)
         self.membership.changed()
         self._may_place = True
-        return self._check_waiting(now) if not node.is_usable else []
+        if now >= self.audit.due:
+            self._look(now)
+        effects = self.fencing.weigh(node, self._deaths, now)
+        if node.is_usable:
+            self._has_returned(node)
+            return effects
+        return [*effects, *self._check_drain(node, now), *self._check_waiting(now)]
 
     def _on_node_disconnected(self, event: ev.NodeDisconnected, now: float) -> list[Effect]:
         node = self.membership.find(event.node, event.incarnation)
@@ -135,51 +169,62 @@ class RouterCore(Actions):
             return []
         node.is_connected = False
         self.membership.changed()
-        self.silence.disarm(node.name)
+        self._look(now)
         return self._check_waiting(now)
 
     def _on_node_died(self, event: ev.NodeDied, now: float) -> list[Effect]:
         is_news = event.incarnation not in self._deaths
         effects: list[Effect] = [AnnounceDeath(event.incarnation)] if is_news else []
         self._deaths[event.incarnation] = None
+        self.fencing.over(event.incarnation)
         while len(self._deaths) > DEATHS_LIMIT_INCARNATIONS:
             self._deaths.popitem(last=False)
         node = self.membership.find(event.node, event.incarnation)
         if node is not None:
             node.phase = "dead"
-            effects += self._lose(node, f"its engine died ({event.cause})", now)
-        return effects
+            why = f"its engine died ({event.cause})"
+            effects += self._lose(node, why, now, owed_nothing=event.owed_nothing)
+        return [*effects, *self._check_return(event, now, is_news=is_news)]
 
-    def _lose(self, node: Node, why: str, now: float) -> list[Effect]:
+    def _lose(
+        self, node: Node, why: str, now: float, *, owed_nothing: bool = False
+    ) -> list[Effect]:
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
+        self.drain_dues.pop(node.name, None)
         self.membership.changed()
         self.silence.disarm(node.name)
-        effects: list[Effect] = []
         reason = f"node {node.name} is lost: {why}"
+        lost = (Trigger.PREFILL_NODE_LOST, Trigger.DECODE_NODE_LOST)
+        return self._tell_requests_of(node, lost, reason, now, owed_nothing=owed_nothing)
+
+    def _tell_requests_of(
+        self,
+        node: Node,
+        triggers: tuple[Trigger, Trigger],
+        reason: str,
+        now: float,
+        *,
+        owed_nothing: bool = False,
+    ) -> list[Effect]:
+        """Something has happened to a node; ``triggers`` are for requests that it prefills and for
+        those that it decodes. ``owed_nothing``: requests with their pages need not hear of it.
+        """
+        for_prefill, for_decode = triggers
+        effects: list[Effect] = []
         for request in list(self.requests.values()):
             choice = request.choice
             if request.phase is Phase.QUEUED:
-                trigger = (
-                    Trigger.DECODE_NODE_LOST if node.role == DECODE else Trigger.PREFILL_NODE_LOST
-                )
+                trigger = for_decode if node.role == DECODE else for_prefill
             elif choice and choice.decode is node:
-                trigger = Trigger.DECODE_NODE_LOST
+                trigger = for_decode
             elif choice and choice.prefill is node:
-                trigger = Trigger.PREFILL_NODE_LOST
+                if owed_nothing and _has_its_pages(request):
+                    continue
+                trigger = for_prefill
             else:
                 continue
             effects += self._apply(request, trigger, now, reason)
-        return effects
-
-    def _check_waiting(self, now: float) -> list[Effect]:
-        """Waiting requests end when there is no decode node left for them to wait for."""
-        effects: list[Effect] = []
-        for request in list(self.queue.values()):
-            if not self.has_untried_node(request):
-                effects += self._apply(
-                    request, Trigger.DECODE_NODE_LOST, now, "no decode node is left for it"
-                )
         return effects
 
     # Requests
@@ -200,26 +245,12 @@ class RouterCore(Actions):
             return self._end_with_error(
                 request, 503, "the router is stopping", now, retry_after_s=5
             )
-        if not self.membership.usable(DECODE):
+        if not (self.membership.usable(DECODE) or self.membership.awaits(DECODE)):
             return self._end_with_error(
                 request, 503, "no decode node is ready", now, retry_after_s=5
             )
         self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
-        if not self.queue:
-            effects = self._try_place(request, now)
-            if effects:
-                return effects
-        elif len(self.queue) >= self.limits.queue_limit_requests:
-            return self._end_with_error(
-                request,
-                429,
-                f"{len(self.queue)} requests are waiting already (router.queue_limit_requests)",
-                now,
-                retry_after_s=self._retry_after_s(now),
-            )
-        self._enter_queue(request, now)
-        self._may_place = len(self.queue) > 1 and bool(event.alone_because)
-        return []
+        return self.admit(request, now)
 
     def _on_prefill_answered(self, event: ev.PrefillAnswered, now: float) -> list[Effect]:
         request = self._with_prefill_leg(event.request_id, event.attempt)
@@ -227,9 +258,16 @@ class RouterCore(Actions):
             return []
         request.timeline.prefill_answered = now
         request.timeline.prefill_status = event.status
+        assert request.choice is not None
+        assert request.choice.prefill is not None
+        node = request.choice.prefill
         if event.status >= 400:
             reason = f"the prefill node answered {event.status}"
+            if is_engine_fault(event.status):
+                self.note_fault(node, "prefill", request, now, reason)
             return self._apply(request, Trigger.PREFILL_FAILED, now, reason)
+        if not node.prefill_breaker.is_clean:
+            self.note_success(node, "prefill", request, now)
         return self._apply(request, Trigger.PREFILL_ANSWERED, now)
 
     def _on_prefill_failed(self, event: ev.PrefillFailed, now: float) -> list[Effect]:
@@ -238,12 +276,18 @@ class RouterCore(Actions):
             return []
         assert request.choice is not None
         assert request.choice.prefill is not None
-        request.choice.prefill.cooling_until = now + self.limits.placement.cooldown_s
+        if event.is_engine_fault:
+            self.note_fault(request.choice.prefill, "prefill", request, now, event.reason)
         return self._apply(request, Trigger.PREFILL_FAILED, now, event.reason)
 
     def _on_first_data_arrived(self, event: ev.FirstDataArrived, now: float) -> list[Effect]:
         request = self._with_decode_leg(event.request_id, event.attempt)
-        return [] if request is None else self._apply(request, Trigger.FIRST_DATA, now)
+        if request is None:
+            return []
+        assert request.choice is not None
+        if not request.choice.decode.decode_breaker.is_clean:
+            self.note_success(request.choice.decode, "decode", request, now)
+        return self._apply(request, Trigger.FIRST_DATA, now)
 
     def _on_decode_refused(self, event: ev.DecodeRefused, now: float) -> list[Effect]:
         request = self._with_decode_leg(event.request_id, event.attempt)
@@ -251,6 +295,9 @@ class RouterCore(Actions):
             return []
         request.timeline.status = event.status
         reason = f"the decode node answered {event.status}"
+        assert request.choice is not None
+        if is_engine_fault(event.status):
+            self.note_fault(request.choice.decode, "decode", request, now, reason)
         return self._apply(request, Trigger.DECODE_REFUSED, now, reason)
 
     def _on_decode_failed(self, event: ev.DecodeFailed, now: float) -> list[Effect]:
@@ -258,7 +305,8 @@ class RouterCore(Actions):
         if request is None:
             return []
         assert request.choice is not None
-        request.choice.decode.cooling_until = now + self.limits.placement.cooldown_s
+        if event.is_engine_fault:
+            self.note_fault(request.choice.decode, "decode", request, now, event.reason)
         return self._apply(request, Trigger.DECODE_FAILED, now, event.reason)
 
     def _on_decode_ended(self, event: ev.DecodeEnded, now: float) -> list[Effect]:
@@ -275,12 +323,22 @@ class RouterCore(Actions):
             for request_id in queue.take_due(now):
                 request = self.requests[request_id]
                 reason = f"router.{kind.value} of {queue.duration_s:g} s is over"
+                if kind is DeadlineKind.FIRST_TOKEN:
+                    self.note_late(request, now, reason)
                 effects += self._apply(request, Trigger.DEADLINE, now, reason)
         for name in self.silence.take_due(now):
-            self.membership.nodes[name].is_silent = True
-            self.membership.changed()
-            effects += self._check_waiting(now)
-        return effects
+            effects += self._fall_silent(self.membership.nodes[name], now)
+        return effects + self._drain_time_passed(now)
+
+    def _fall_silent(self, node: Node, now: float) -> list[Effect]:
+        """Said again as long as it lasts: another place to go to may have turned up meanwhile."""
+        node.is_silent = True
+        self.membership.changed()
+        self.silence.arm(node.name, now)
+        reason = f"node {node.name} has been silent for {self.limits.node_silence_limit_s:g} s"
+        self._look(now)
+        silent = (Trigger.PREFILL_NODE_SILENT, Trigger.DECODE_NODE_SILENT)
+        return self._tell_requests_of(node, silent, reason, now)
 
     def _on_router_draining(self, event: ev.RouterDraining, now: float) -> list[Effect]:
         self.is_stopping = True
@@ -317,3 +375,11 @@ class RouterCore(Actions):
         effects = action(request, now, reason)
         assert request.phase in to, f"{trigger} led to {request.phase}"
         return effects
+
+
+def _has_its_pages(request: Request) -> bool:
+    """Whether the prefill node owed this request nothing when it owed nothing at all: its leg was
+    answered, and no decode leg was sent after it.
+    """
+    is_answered = request.phase is Phase.LANDING
+    return is_answered and request.decode_attempt <= request.prefill_attempt

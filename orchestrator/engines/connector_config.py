@@ -20,6 +20,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_host: str = "127.0.0.1"
     control_port_base: int
     """Rank r's transfer thread listens on ``control_port_base + r``."""
+    advertise_host: str = ""
+    """Where peers find this engine, when that is not where it listens."""
+    data_port_base: int = 0
+    """Rank r receives pages on ``data_port_base + r``, where the transport listens for them; 0: on
+    any port.
+    """
     transport: str = "nixl"
     transport_settings: dict[str, Any] = {}
     warm_addresses: tuple[str, ...] = ()
@@ -27,6 +33,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lease_s: float = 30.0
     transfer_deadline_s: float = 120.0
     retarget_wait_s: float = 0.0
+    fence_timeout_s: float = 30.0
+    quarantine_limit_bytes: int = 256 * MIB
     experimental_cuda: bool = False
     node: str = ""
     role: str = ""
@@ -37,8 +45,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return tcp_address("127.0.0.1", self.endpoint_port)
 
     def control_address(self, rank: int) -> str:
-        """Where decode ranks find this engine's rank."""
+        """Where this engine's rank listens for decode ranks."""
         return tcp_address(self.control_host, self.control_port_base + rank)
+
+    def advertised_address(self, rank: int) -> str:
+        """Where decode ranks find this engine's rank."""
+        host = self.advertise_host or self.control_host
+        return tcp_address(host, self.control_port_base + rank)
 
     def transfer_settings(self, rank: int, tensor_parallel: int) -> TransferSettings:
         """Settings of one rank's transfer thread."""
@@ -49,12 +62,19 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             secret=cluster_secret(),
             control_address=self.control_address(rank),
             transport=self.transport,
-            transport_settings=self.transport_settings,
+            transport_settings={
+                "host": self.control_host,
+                "advertised_host": self.advertise_host,
+                "port": self.data_port_base + rank if self.data_port_base else 0,
+                **self.transport_settings,
+            },
             warm_addresses=self.warm_addresses,
             stream_min_bytes=self.stream_min_bytes,
             lease_s=self.lease_s,
             deadline_s=self.transfer_deadline_s,
             retarget_wait_s=self.retarget_wait_s,
+            fence_timeout_s=self.fence_timeout_s,
+            quarantine_limit_bytes=self.quarantine_limit_bytes,
         )
 
 

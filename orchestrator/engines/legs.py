@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, Any
 from splitserve.decode_node.reservations import Reservations
 from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
 from splitserve.kv_transfer.fingerprint import prompt_hash
+from splitserve.kv_transfer.holdings import (
+    RECEIVES,
+    WAITS_FOR_BLOCKS,
+    Holding,
+    RankHoldings,
+    joined,
+)
 from splitserve.kv_transfer.orders import StepOrders
 from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
 from splitserve.prefill_node.prefills import Prefills
@@ -36,6 +43,10 @@ class EngineLoad:
     free_blocks: int
     rank_counters: Sequence[Mapping[str, float]] = field(default_factory=tuple)
     """Counters of each rank's transfer thread."""
+    rank_holdings: Sequence[RankHoldings] = field(default_factory=tuple)
+    """What each rank's transfer thread holds for whom."""
+    now: float = 0.0
+    """Of this look, in the clock of ``rank_holdings``."""
 
 
 class Legs:
@@ -78,7 +89,7 @@ class Legs:
         ``extras`` is what the prompt's KV depends on besides its tokens, see ``prompt_extras``.
         """
         params = self._leg(request_id, kv_transfer_params)
-        if params is None or not prompt:
+        if params is None or params.role == "alone" or not prompt:
             return
         side = self._prefills if params.role == "prefill" else self._reservations
         if not side.arrived(request_id, params, len(prompt), prompt_hash(prompt, extras)):
@@ -155,6 +166,11 @@ class Legs:
         counters: Counter[str] = Counter({"ignored_transfer_params": self._ignored_params})
         for rank_counters in load.rank_counters:
             counters.update(rank_counters)
+        unreserved = [
+            Holding(transfer_id, request_id, RECEIVES, WAITS_FOR_BLOCKS, 0, 0.0, peer)
+            for transfer_id, request_id, peer in self._reservations.unreserved()
+        ]
+        holdings, totals = joined(load.rank_holdings, load.now, unreserved)
         return EngineStatus(
             running=load.running,
             waiting=load.waiting,
@@ -162,6 +178,11 @@ class Legs:
             total_blocks=self._total_blocks,
             open_transfers=int(counters.pop("open_sends", 0) + counters.pop("open_receives", 0)),
             leased_blocks=self._prefills.leased_blocks,
+            quarantined_transfers=totals.quarantined_transfers,
+            quarantined_blocks=totals.quarantined_blocks,
+            holdings=holdings,
+            holdings_left_out=totals.left_out,
+            overdue_writers=totals.overdue_writers,
             counters=dict(counters),
         )
 

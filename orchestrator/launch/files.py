@@ -2,9 +2,9 @@
 ``~/.local/state/splitserve``), for the owner only.
 
 ``NAME.json`` says which ``up`` runs the cluster NAME and where it serves; the folder ``NAME/``
-holds the resolved configuration, one status file per node, and ``logs/``. The lock file is held by
-``up`` for its life and released by the kernel, so "is it running" has one answer, also after a
-SIGKILL.
+holds the resolved configuration, one status file per node, the operators' token, wishes for nodes
+to be started again, and ``logs/``. The lock file is held by ``up`` for its life and released by the
+kernel, so "is it running" has one answer, also after a SIGKILL.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ class ClusterFiles:
         return self.run_dir / "resolved.json"
 
     @property
+    def token_path(self) -> Path:
+        """The operators' token of the run."""
+        return self.run_dir / "operator.token"
+
+    @property
     def log_dir(self) -> Path:
         """Default folder of the logs."""
         return self.run_dir / "logs"
@@ -110,16 +115,34 @@ class ClusterFiles:
 
     def remove_record(self) -> None:
         """The cluster has been stopped."""
+        self.token_path.unlink(missing_ok=True)
         self.record_path.unlink(missing_ok=True)
 
-    def begin_run(self, resolved: str) -> None:
-        """The folder is ready for a new run: old statuses gone, the resolved configuration
-        written.
+    def begin_run(self, resolved: str, operator_token: str) -> None:
+        """The folder is ready for a new run: old statuses gone, the resolved configuration and the
+        operators' token written.
         """
         self._make_folders()
-        for old in (*self.run_dir.glob("*.status.json"), *self.run_dir.glob("*.incarnation")):
-            old.unlink(missing_ok=True)
+        for pattern in ("*.status.json", "*.incarnation", "*.start"):
+            for old in self.run_dir.glob(pattern):
+                old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())
+        write_private(self.token_path, operator_token.encode())
+
+    def wish_for(self, node: str) -> None:
+        """Ask the running ``up`` to start a node that has left or failed."""
+        write_private(self._wish_path(node), b"")
+
+    def is_wished(self, node: str) -> bool:
+        """Whether ``up`` has not taken the wish yet."""
+        return self._wish_path(node).exists()
+
+    def take_wish(self, node: str) -> None:
+        """The wish is being granted."""
+        self._wish_path(node).unlink(missing_ok=True)
+
+    def _wish_path(self, node: str) -> Path:
+        return self.run_dir / f"{node}.start"
 
     def _make_folders(self) -> None:
         self.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -33,7 +33,7 @@ from splitserve.orchestrator.agent.processes import (
     reap_children,
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
-from splitserve.orchestrator.agent.status_file import read_status
+from splitserve.orchestrator.agent.status_file import read_status, status_path
 from splitserve.orchestrator.config import nodes, router_url
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
@@ -55,6 +55,7 @@ _SWEEP_DEADLINE_S = 10.0
 _SWEEP_POLL_S = 0.05
 _STOP_MARGIN_S = 6.0
 _LOG_CHECK_S = 5.0
+_WISH_POLL_S = 0.25
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
 _HEAD_LINES = 4
@@ -100,6 +101,7 @@ class LocalLauncher:
         self._say = say
         self._hurry = asyncio.Event()
         self._log_task: asyncio.Task[None] | None = None
+        self._wish_task: asyncio.Task[None] | None = None
         self._log_dir = Path(config.observability.log_dir or files.log_dir)
         self._router = self._router_child()
         self._agents = {node.name: self._agent_child(node.name) for node in nodes(config)}
@@ -110,9 +112,9 @@ class LocalLauncher:
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         for child in self._children():
             await self._spawn(child)
-            child.keeper = asyncio.create_task(self._keep(child))
-            child.keeper.add_done_callback(partial(self._keeper_ended, child))
+            self._watch_over(child)
         self._log_task = asyncio.create_task(self._bound_logs())
+        self._wish_task = asyncio.create_task(self._grant_wishes())
 
     async def status(self) -> ClusterStatus:
         """See ``Launcher``."""
@@ -146,11 +148,9 @@ class LocalLauncher:
 
     async def stop(self, drain_s: float) -> None:
         """See ``Launcher``."""
-        tasks = [self._log_task, *(child.keeper for child in self._children())]
-        for task in tasks:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in tasks if task), return_exceptions=True)
+        # Wishes first: one that is being granted makes another keeper
+        await _cancel(self._wish_task)
+        await _cancel(self._log_task, *(child.keeper for child in self._children()))
         await self._end([self._router], drain_s + _STOP_MARGIN_S if drain_s else 1.0)
         stop_s = self.config.supervision.stop_timeout_s
         await self._end(list(self._agents.values()), stop_s + _STOP_MARGIN_S)
@@ -196,6 +196,29 @@ class LocalLauncher:
             )
         child.state = "running"
         child.started = time.monotonic()
+
+    def _watch_over(self, child: Child) -> None:
+        child.keeper = asyncio.create_task(self._keep(child))
+        child.keeper.add_done_callback(partial(self._keeper_ended, child))
+
+    async def _grant_wishes(self) -> None:
+        """Start agents that have left or failed when an operator asks for it."""
+        while True:
+            for name, child in self._agents.items():
+                if child.state in ("left", "failed") and self.files.is_wished(name):
+                    await self._bring_back(child)
+            await asyncio.sleep(_WISH_POLL_S)
+
+    async def _bring_back(self, child: Child) -> None:
+        """Another agent of a node without one runs, with all its restarts before it; what the last
+        one wrote is gone when the wish is.
+        """
+        status_path(self.files.run_dir, child.name).unlink(missing_ok=True)
+        self.files.take_wish(child.name)
+        self._say(f"{child.name} is started again")
+        child.budget = RestartBudget.of(self.config.supervision)
+        if await self._spawn_again(child, 0.0):
+            self._watch_over(child)
 
     async def _keep(self, child: Child) -> None:
         """Start ``child`` again whenever it dies, until its budget is spent or it ended for a
@@ -322,6 +345,14 @@ class LocalLauncher:
             if process.returncode is None:
                 process.kill()
         await ended
+
+
+async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
+    """They have ended."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def sweep(run: str, node: str | None = None) -> None:

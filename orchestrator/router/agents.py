@@ -143,10 +143,20 @@ class AgentHub:
             ),
         )
 
+    def drain(self, order: ef.DrainNode) -> None:
+        self._send(order.node, msg.Drain(incarnation=order.incarnation, restarts=order.restarts))
+
+    def dismiss(self, order: ef.DismissNode) -> None:
+        self._send(order.node, msg.Dismiss(incarnation=order.incarnation, at_once=order.at_once))
+
     def announce_death(self, order: ef.AnnounceDeath) -> None:
         for name, connection in self._connections.items():
             if order.node in ("", name):
                 connection.send(msg.PeerDied(incarnation=order.incarnation))
+
+    def end_engine(self, order: ef.EndEngine) -> None:
+        _log.error("the engine %s of %s is to end: %s", order.incarnation, order.node, order.reason)
+        self._send(order.node, msg.EndEngine(incarnation=order.incarnation, reason=order.reason))
 
     def _send(self, node: str, frame: msg.ToAgent) -> None:
         connection = self._connections.get(node)
@@ -177,9 +187,10 @@ class AgentHub:
             case msg.LoadingProgress(node=node):
                 self.loading[node] = frame
             case msg.EngineDied(node=node, incarnation=incarnation, likely_cause=cause):
-                _log.error("the engine of %s died: %s", node, cause)
+                level = logging.INFO if frame.was_ordered else logging.ERROR
+                _log.log(level, "the engine of %s died: %s", node, cause)
                 self.last_death[node] = frame
-                self.driver.tell(ev.NodeDied(node, incarnation, cause))
+                self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
 
     def _lost(self, connection: AgentConnection) -> None:
         description = connection.description

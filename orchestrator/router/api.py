@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 
-from splitserve.orchestrator.agent.auth import is_agent_token
+from splitserve.orchestrator.agent.auth import is_agent_token, is_operator_token
 from splitserve.orchestrator.core.events import RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
-from splitserve.orchestrator.router.status import models_of, status_of
+from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.core.effects import AnswerDrain
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
@@ -35,9 +37,23 @@ if TYPE_CHECKING:
     Route = Callable[[HttpRequest, HttpConnection], None]
 
 AGENTS_PATH = "/internal/agents"
+AUDIT_PATH = "/internal/audit"
 TIMELINE_PATH = "/internal/timeline/"
+NODES_PATH = "/internal/nodes/"
+DRAIN_SUFFIX = "/drain"
+DRAIN_STATUS = {"draining": 202, "unknown_node": 404, "last_decode_node": 409}
 JSON = [(b"content-type", b"application/json")]
 TIMELINES_IN_STATUS_LIMIT = 32
+DRAIN_LIMIT_S = 7 * 24 * 3600.0
+"""Longest deadline of a drain."""
+
+
+class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator sends to ``/internal/nodes/NAME/drain``."""
+
+    restart: bool = False
+    force: bool = False
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=DRAIN_LIMIT_S)] | None = None
 
 
 class Api:
@@ -51,6 +67,7 @@ class Api:
         metrics: RouterMetrics,
         log: RequestLog,
         served_name: str,
+        continuable: frozenset[str],
     ) -> None:
         self._driver = driver
         self._agents = agents
@@ -58,6 +75,8 @@ class Api:
         self._metrics = metrics
         self._log = log
         self._served_name = served_name
+        self._continuable = continuable
+        """Endpoints whose streams may be continued by another engine."""
         self._generating_paths = frozenset(PATHS.values())
         self._models = frozenset({served_name})
         self._started_unix_s = int(time.time())
@@ -71,6 +90,7 @@ class Api:
             ("GET", "/metrics"): self._show_metrics,
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
+            ("GET", AUDIT_PATH): self._show_audit,
         }
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
@@ -84,6 +104,8 @@ class Api:
                 route(request, connection)
             elif request.method == "GET" and request.path.startswith(TIMELINE_PATH):
                 self._show_timeline(request, connection)
+            elif request.method == "POST" and _drained_node(request.path):
+                self._drain(request, connection)
             else:
                 raise self._no_such_route(request)
         except ApiError as error:
@@ -94,15 +116,18 @@ class Api:
     def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
-        if not (is_for_agents or self._tenants.are_required):
+        is_for_operators = path.startswith(NODES_PATH)
+        if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
         authorization = None
         for name, value in headers:
             if name == b"authorization":
                 authorization = value
         try:
-            if is_for_agents and not self._is_operator(authorization):
+            if is_for_agents and not is_agent_token(_text(authorization), self._driver.secret):
                 raise ApiError(401, "agents prove that they know the cluster secret")
+            if is_for_operators:
+                self._authenticate_operator(authorization)
             if path in self._generating_paths:
                 self._tenants.authenticate(authorization)
         except ApiError as error:
@@ -126,6 +151,7 @@ class Api:
         if content_type != b"application/json" and not _is_json(content_type):
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         body = read_client_request(endpoint, request.body, self._models)
+        body.can_continue = body.can_continue and endpoint in self._continuable
         self._count += 1
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
@@ -147,6 +173,7 @@ class Api:
             body.is_streaming,
             body.alone_because,
             tenant,
+            body.can_continue,
         )
         self._driver.admit(exchange, arrived)
 
@@ -169,11 +196,19 @@ class Api:
         connection.answer(200, headers, self._metrics.render())
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
-        if self._tenants.are_required and not self._is_operator(request.header(b"authorization")):
-            raise ApiError(401, "the status is for those who know the cluster secret")
+        self._only_for_operators(request)
         status = status_of(self._driver.core, self._agents)
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
         _send_json(connection, 200, status)
+
+    def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._only_for_operators(request)
+        _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _only_for_operators(self, request: HttpRequest) -> None:
+        """Raises ``ApiError`` 401 where keys are on and the caller has shown only one of those."""
+        if self._tenants.are_required and not self._is_operator(request.header(b"authorization")):
+            raise ApiError(401, "the status is for those who know the cluster secret")
 
     def _show_timeline(self, request: HttpRequest, connection: HttpConnection) -> None:
         """One request's timeline, to its tenant or to an operator."""
@@ -185,17 +220,53 @@ class Api:
             raise ApiError(404, "no timeline of a request with that id is kept")
         _send_json(connection, 200, record)
 
+    def _drain(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """A node gets no new work, and leaves or restarts when it owes nothing."""
+        self._authenticate_operator(request.header(b"authorization"))
+        try:
+            wish = msgspec.json.decode(request.body or b"{}", type=DrainBody)
+        except msgspec.DecodeError as error:
+            raise ApiError(400, str(error)) from error
+
+        def answer(order: AnswerDrain) -> None:
+            told = {"verdict": order.verdict, "message": order.message}
+            _send_json(connection, DRAIN_STATUS[order.verdict], told)
+
+        self._driver.drain(
+            _drained_node(request.path),
+            restarts=wish.restart,
+            is_forced=wish.force,
+            timeout_s=wish.timeout_s,
+            answer=answer,
+        )
+
     def _want_websocket(self, request: HttpRequest, connection: HttpConnection) -> None:
         raise ApiError(400, "agents connect by WebSocket")
 
     def _is_operator(self, authorization: bytes | None) -> bool:
-        return is_agent_token((authorization or b"").decode("latin-1"), self._driver.secret)
+        given, secret = _text(authorization), self._driver.secret
+        return is_operator_token(given, secret) or is_agent_token(given, secret)
+
+    def _authenticate_operator(self, authorization: bytes | None) -> None:
+        if not is_operator_token(_text(authorization), self._driver.secret):
+            raise ApiError(401, "this is for operators, who have the token that `up` has left")
 
     def _no_such_route(self, request: HttpRequest) -> ApiError:
         methods = self._methods.get(request.path)
         if methods:
             return ApiError(405, f"{request.path} takes {' and '.join(methods)} only")
         return ApiError(404, f"there is no {request.method} {request.path} here")
+
+
+def _drained_node(path: str) -> str:
+    """The NAME in ``/internal/nodes/NAME/drain``; empty for other paths."""
+    if path.startswith(NODES_PATH) and path.endswith(DRAIN_SUFFIX):
+        return path[len(NODES_PATH) : -len(DRAIN_SUFFIX)]
+    return ""
+
+
+def _text(header: bytes | None) -> str:
+    return (header or b"").decode("latin-1")
 
 
 def _is_json(content_type: bytes | None) -> bool:

@@ -13,12 +13,15 @@ from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
 
+from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
+from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.http_server import HttpServer
@@ -36,6 +39,14 @@ _log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 2.0
 """Time that the last bytes of ended answers get to leave."""
+
+
+_PARSER_FLAGS = {
+    "reasoning_parser",
+    "tool_call_parser",
+    "enable_auto_tool_choice",
+    "reasoning_config",
+}
 
 
 class CannotListenError(Exception):
@@ -90,7 +101,9 @@ async def start(
 
     driver = CoreDriver(core, client, agents, secret, on_end)
     agents.driver = driver
-    api = Api(driver, agents, Tenants(tenant_by_key, secret), metrics, log, config.model.name)
+    tenants = Tenants(tenant_by_key, secret)
+    continuable = continuable_endpoints(config)
+    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable)
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
@@ -104,21 +117,40 @@ async def start(
     return Router(core, driver, agents, client, log, port, server, websockets)
 
 
+def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
+    """Endpoints whose streams another engine may go on with. Not chat when the engines parse
+    answers (tools, reasoning): a parser would have to have seen the answer's beginning.
+    """
+    flags = {key.replace("-", "_") for key in config.decode.engine_args.passed_on}
+    return frozenset({COMPLETIONS} if flags & _PARSER_FLAGS else {COMPLETIONS, CHAT})
+
+
 def limits_of(config: ClusterConfig) -> CoreLimits:
     """The core's bounds as the cluster YAML sets them."""
     router, policy = config.router, config.policy
+    breaker = policy.breaker
     return CoreLimits(
         queue_limit_requests=router.queue_limit_requests,
         queue_timeout_s=router.queue_timeout_s,
         first_token_deadline_s=router.first_token_deadline_s,
         request_deadline_s=router.request_deadline_s,
         node_silence_limit_s=router.node_silence_limit_s,
+        node_return_limit_s=config.supervision.stop_timeout_s
+        + max(config.pool(pool).startup_timeout_s for pool in POOLS),
+        lease_s=config.prefill.transfer.lease_s,
         max_attempts=policy.max_attempts,
         placement=PlacementLimits(
             prefill_ahead_requests=router.prefill_ahead_requests,
             prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
         ),
+        breaker=BreakerLimits(
+            failures=breaker.failures,
+            window_s=breaker.window_s,
+            open_s=breaker.open_s,
+            open_limit_s=breaker.open_limit_s,
+        ),
+        tenant_weights={key.tenant: key.weight for key in config.security.api_keys},
     )
 
 

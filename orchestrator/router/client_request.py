@@ -14,17 +14,23 @@ forced ``tool_choice`` becomes ``none``, because parsing a tool call out of one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from splitserve.orchestrator.router.errors import ApiError
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.router.sent_tokens import SentTokens
 
 CHAT = "chat"
 COMPLETIONS = "completions"
 
 BYTES_PER_TOKEN = 3
 """Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
+
+COMPLETION_TOKENS = 16
+"""What a completion gets that names no limit."""
 
 NESTING_SAFE_LEVELS = 200
 """So many levels can be written again (orjson reads more than it writes)."""
@@ -88,6 +94,64 @@ _NEVER_SPLIT: Final[dict[str, tuple[object, ...]]] = {
 """
 
 
+_EXACT_WHEN_CONTINUED: Final = frozenset(
+    {
+        "model",
+        "prompt",
+        "messages",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "cache_salt",
+        "priority",
+        "user",
+        "metadata",
+        "store",
+    }
+)
+"""Fields whose effect depends on the tokens before alone, not on which of them are prompt and which
+are answer: another engine that is given both as a prompt goes on as the first one would have.
+"""
+
+_CONTINUED_WITH: Final[dict[str, tuple[object, ...]]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "seed": (None,),
+    "tools": (None,),
+    "tool_choice": (None, "none"),
+    "response_format": (None,),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "bad_words": (None,),
+    "return_token_ids": (None, False),
+}
+"""Further fields, with the only values that leave it so."""
+
+
 @dataclass(slots=True)
 class ClientRequest:
     """What the router knows of a request's body."""
@@ -100,12 +164,20 @@ class ClientRequest:
     """Exact for token ids, else an estimate."""
     output_tokens: int | None
     alone_because: str
+    can_continue: bool = False
+    """A stream that another engine may go on with, with the result that one engine would give."""
+
+    @property
+    def wants_usage(self) -> bool:
+        """The stream is to end with a count of tokens."""
+        options = self.fields.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def decode_body(
-        self, kv_transfer_params: bytes | None, salt: str | None
+        self, kv_transfer_params: bytes | None, salt: str | None, *, with_ids: bool = False
     ) -> list[bytes | memoryview]:
         """The decode leg's body in pieces; ``kv_transfer_params`` is JSON, None for a request that
-        is not split.
+        is not split. ``with_ids`` asks the engine for the ids of what it sends.
         """
         if "kv_transfer_params" in self.fields or (
             salt is not None and "cache_salt" in self.fields
@@ -117,13 +189,15 @@ class ClientRequest:
             salt = None
         else:
             raw = self.raw
-        if salt is None and kv_transfer_params is None:
+        if salt is None and kv_transfer_params is None and not with_ids:
             return [raw]
         end = raw.rindex(b"}")
         start = raw[:end] if end < COPY_LIMIT_BYTES else memoryview(raw)[:end]
         pieces: list[bytes | memoryview] = [start]
         if salt is not None:
             pieces += (b',"cache_salt":', orjson.dumps(salt))
+        if with_ids:
+            pieces.append(b',"return_token_ids":true')
         if kv_transfer_params is not None:
             pieces += (b',"kv_transfer_params":', kv_transfer_params)
         pieces.append(b"}")
@@ -174,7 +248,7 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         prompt_tokens, alone_because = _read_messages(fields, len(raw))
     else:
         if output_tokens is None and "max_tokens" not in fields:
-            output_tokens = 16
+            output_tokens = COMPLETION_TOKENS
         prompt_tokens, alone_because = _read_prompt(fields, len(raw))
     if not alone_because:
         alone_because = _why_alone(fields, output_tokens)
@@ -186,7 +260,46 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         prompt_tokens,
         output_tokens,
         alone_because,
+        bool(is_streaming) and not alone_because and _can_continue(fields),
     )
+
+
+def continued(request: ClientRequest, sent: SentTokens) -> ClientRequest:
+    """The request for what is left of the answer, behind what was sent. A chat's messages stay; the
+    token ids that count come with the transfer parameters.
+    """
+    fields = {k: v for k, v in request.fields.items() if k != "kv_transfer_params"}
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if fields.get(name) is not None:
+            fields[name] = max(0, int(fields[name]) - sent.sent)
+    if request.endpoint == COMPLETIONS:
+        if "max_tokens" not in fields:
+            fields["max_tokens"] = COMPLETION_TOKENS - sent.sent
+        fields["prompt"] = orjson.Fragment(sent.ids())
+    fields["return_token_ids"] = True
+    return ClientRequest(
+        request.endpoint,
+        orjson.dumps(fields),
+        fields,
+        request.is_streaming,
+        request.prompt_tokens + sent.sent,
+        request.output_tokens,
+        request.alone_because,
+    )
+
+
+def _can_continue(fields: dict[str, Any]) -> bool:
+    for name in fields.keys() - _EXACT_WHEN_CONTINUED:
+        if name == "seed" and fields.get("temperature") == 0:
+            continue
+        if name == "kv_transfer_params":  # Not the client's to send: taken out on every leg.
+            continue
+        if name == "min_tokens" and type(fields[name]) is int:
+            continue
+        allowed = _CONTINUED_WITH.get(name)
+        if allowed is None or not _is_one_of(fields[name], allowed):
+            return False
+    return True
 
 
 def _limit(fields: dict[str, Any], name: str) -> int | None:
@@ -249,10 +362,12 @@ def _read_prompt(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
 
 def _why_alone(fields: dict[str, Any], output_tokens: int | None) -> str:
     for name, allowed in _NEVER_SPLIT.items():
-        if name in fields:
-            value = fields[name]
-            if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-                return name
+        if name in fields and not _is_one_of(fields[name], allowed):
+            return name
     if output_tokens is not None and output_tokens < 1:
         return "max_tokens"
     return ""
+
+
+def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+    return any(value is a or (type(value) is type(a) and value == a) for a in allowed)

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import effects as ef
-from splitserve.orchestrator.core.events import DecodeFailed, Event, PrefillFailed, TimePassed
+from splitserve.orchestrator.core.breaker import BreakerState
+from splitserve.orchestrator.core.events import (
+    DecodeFailed,
+    DrainRequested,
+    Event,
+    PrefillFailed,
+    TimePassed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,26 +64,50 @@ class CoreDriver:
         self._timer_at = 0.0
         self._shortest_wait_s = core.shortest_wait_s
         self._idle: asyncio.Event | None = None
+        self._operators: dict[int, Callable[[ef.AnswerDrain], None]] = {}
+        self._tickets = itertools.count(1)
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
             ef.StartPrefill: lambda order: self.exchanges[order.request_id].start_prefill(order),
             ef.StartDecode: lambda order: self.exchanges[order.request_id].start_decode(order),
             ef.StartAlone: lambda order: self.exchanges[order.request_id].start_alone(order),
             ef.CancelLeg: lambda order: self.exchanges[order.request_id].cancel_leg(order.leg),
+            ef.DoubtLeg: lambda order: self.exchanges[order.request_id].doubt_decode(order),
             ef.AnswerError: lambda order: self.exchanges[order.request_id].answer_error(order),
             ef.PassRefusal: lambda order: self.exchanges[order.request_id].pass_refusal(),
             ef.EndRequest: self._end_request,
             ef.AcceptNode: agents.accept,
             ef.RefuseNode: agents.refuse,
+            ef.DrainNode: agents.drain,
+            ef.DismissNode: agents.dismiss,
+            ef.AnswerDrain: lambda order: self._operators.pop(order.ticket)(order),
             ef.FailTransfer: agents.fail_transfer,
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
+            ef.EndEngine: agents.end_engine,
+            ef.ReportBreaker: _report_breaker,
         }
 
     def admit(self, exchange: Exchange, event: Event) -> None:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
         self.tell(event)
+
+    def drain(
+        self,
+        node: str,
+        *,
+        restarts: bool,
+        is_forced: bool,
+        timeout_s: float | None,
+        answer: Callable[[ef.AnswerDrain], None],
+    ) -> None:
+        """An operator wants a node drained; ``answer`` is called with the core's verdict."""
+        ticket = next(self._tickets)
+        self._operators[ticket] = answer
+        self.tell(DrainRequested(ticket, node, restarts, is_forced, timeout_s))
+        # A drain's deadline may be nearer than any that the core arms by itself
+        self._arm_timer()
 
     def tell(self, event: Event) -> None:
         """A fact; its orders are performed before this returns, unless orders are being performed
@@ -89,24 +121,41 @@ class CoreDriver:
             while self._facts:
                 fact = self._facts.popleft()
                 now = time.monotonic()
-                for effect in self.core.handle(fact, now):
-                    try:
-                        self._performers[type(effect)](effect)
-                    except Exception as error:
-                        self._order_failed(effect, error)
+                if self._timer is not None and self._timer_at <= now:
+                    self._catch_up(now)
+                self._perform(self.core.handle(fact, now))
         finally:
             self._is_busy = False
         if self._timer is None or self._timer_at > now + self._shortest_wait_s:
             self._arm_timer()
+
+    def _catch_up(self, now: float) -> None:
+        """A timer is late because the loop was busy: waits that are over end before anything else
+        happens, so nothing is sent for a client that was due its answer.
+        """
+        assert self._timer is not None
+        self._timer.cancel()
+        self._timer = None
+        self._perform(self.core.handle(TimePassed(), now))
+
+    def _perform(self, effects: list[ef.Effect]) -> None:
+        for effect in effects:
+            try:
+                self._performers[type(effect)](effect)
+            except Exception as error:
+                self._order_failed(effect, error)
 
     def _order_failed(self, effect: ef.Effect, error: Exception) -> None:
         """A fault in carrying out an order ends its own request and no other."""
         _log.error("the router could not carry out %r", effect, exc_info=error)
         reason = f"the router could not send the request: {error}"
         if isinstance(effect, ef.StartPair | ef.StartDecode | ef.StartAlone):
-            self._facts.append(DecodeFailed(effect.request_id, effect.attempt, reason))
+            failed = DecodeFailed(effect.request_id, effect.attempt, reason, is_engine_fault=False)
+            self._facts.append(failed)
         elif isinstance(effect, ef.StartPrefill):
-            self._facts.append(PrefillFailed(effect.request_id, effect.attempt, reason))
+            self._facts.append(
+                PrefillFailed(effect.request_id, effect.attempt, reason, is_engine_fault=False)
+            )
         elif isinstance(effect, ef.AnswerError | ef.PassRefusal):
             self.exchanges[effect.request_id].give_up()
 
@@ -144,3 +193,10 @@ class CoreDriver:
     def _time_passed(self) -> None:
         self._timer = None
         self.tell(TimePassed())
+
+
+def _report_breaker(order: ef.ReportBreaker) -> None:
+    """One line in the log; the level follows what an operator should look at."""
+    level = logging.INFO if order.state == BreakerState.CLOSED.value else logging.WARNING
+    reason = f": {order.reason}" if order.reason else ""
+    _log.log(level, "%s: breaker of %s legs is %s%s", order.node, order.leg, order.state, reason)

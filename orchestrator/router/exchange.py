@@ -1,14 +1,13 @@
 """One client's request in the shell: its two legs and the answer, as the core orders.
 
 The answer goes out when the core knows of the first data: a status line that is sent is a promise.
-A streamed answer is held until the decode engine's first whole data event, so that an engine's
-error in its first event still becomes an HTTP status; after that bytes are passed on as they come,
-unparsed. An answer that is not streamed is held until it is complete (up to ``HELD_LIMIT_BYTES``),
-so that an engine that dies in the middle of it is a 5xx and not half an answer.
+A stream that may be continued elsewhere is asked for with its token ids; when its engine fails, the
+next legs ask for what is left, and the client sees one answer (``sent_tokens``).
 """
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import orjson
@@ -16,8 +15,11 @@ import orjson
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.router import headers as header_policy
+from splitserve.orchestrator.router.client_request import CHAT, continued
+from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
         AnswerError,
+        DoubtLeg,
         StartAlone,
         StartDecode,
         StartPair,
@@ -33,10 +36,6 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
 
-HELD_LIMIT_BYTES = 32 * 2**20
-"""Most of an unstreamed answer that is held back until it is complete."""
-FIRST_EVENT_LIMIT_BYTES = 1 * 2**20
-"""Most of a stream that is held back until its first data event."""
 JOIN_LIMIT_BYTES = 64 * 1024
 """Requests up to this size are written in one piece."""
 
@@ -77,17 +76,28 @@ class Exchange:
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
+        self._present_request = request
+        """What the next legs ask for: the client's request, or what is left of it."""
+        self._resumed_tokens = 0
         self._salt = salt
         self._sink = sink
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
         self._is_answered = False
+        self._is_event_stream = False
+        self._is_paused = False
+        self._sent: SentTokens | None = None
+        if request.can_continue:
+            self._sent = SentTokens(has_usage=request.wants_usage)
 
     # Orders of the core
 
     def start_pair(self, order: StartPair) -> None:
         """Send both legs."""
+        if not self._begin(order.attempt):
+            self._driver.tell(ev.PrefillAnswered(self.id, order.attempt, 200))
+            return
         self.start_prefill(order)
         self.start_decode(order)
 
@@ -99,8 +109,9 @@ class Exchange:
             attempt=order.attempt,
             peer_incarnation=order.prefill.incarnation,
             peer_addresses=order.prefill.control_addresses,
+            resumed_tokens=self._resumed_tokens,
         )
-        self._send_decode(order, orjson.dumps(seal(for_decode, self._driver.secret)))
+        self._send_decode(order, self._params(for_decode))
 
     def start_prefill(self, order: StartPair | StartPrefill) -> None:
         """Send the prefill leg."""
@@ -110,14 +121,31 @@ class Exchange:
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
         )
-        sealed = orjson.dumps(seal(for_prefill, self._driver.secret))
-        body = self._request.prefill_body(sealed, self._salt)
+        body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt)
         self._prefill = self._send(order.prefill, [body], listener)
 
     def start_alone(self, order: StartAlone) -> None:
         """Send the whole request to the decode node."""
-        self._send_decode(order, None)
+        if not self._begin(order.attempt):
+            return
+        params = None
+        if self._resumed_tokens:
+            alone = TransferParams(
+                transfer_id=f"{self.id}.{order.attempt}",
+                role="alone",
+                attempt=order.attempt,
+                peer_incarnation="",
+                resumed_tokens=self._resumed_tokens,
+            )
+            params = self._params(alone)
+        self._send_decode(order, params)
+
+    def doubt_decode(self, order: DoubtLeg) -> None:
+        """The decode leg has failed if it should have brought something and did not."""
+        answer = self._answer
+        if answer is not None and not self._is_paused:
+            answer.fail_if_silent(order.silence_limit_s)
 
     def cancel_leg(self, leg: str) -> None:
         """Close the leg's connection."""
@@ -131,8 +159,8 @@ class Exchange:
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
-        elif self._answer is not None and self._answer.is_event_stream:
-            start = b"" if self._answer.is_between_events else b"\n\n"
+        elif self._is_event_stream:
+            start = b"" if self._is_between_events else b"\n\n"
             self._sink.send_body(start + error.event(), is_last=True)
             self._sink.finish()
         else:
@@ -159,11 +187,15 @@ class Exchange:
 
     def pause(self) -> None:
         """The client is slow: read no more from the decode engine."""
+        self._is_paused = True
         if self._decode is not None:
             self._decode.pause()
 
     def resume(self) -> None:
         """The client has caught up."""
+        self._is_paused = False
+        if self._answer is not None:
+            self._answer.heard_at = monotonic()
         if self._decode is not None:
             self._decode.resume()
 
@@ -172,15 +204,57 @@ class Exchange:
     def send_answer_head(self, body_bytes: int | None) -> None:
         """The core knows of the first data: the client gets its status line."""
         assert self._answer is not None
+        if self._is_answered:
+            return
         self._is_answered = True
+        self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
+        if self._is_event_stream and data:
+            self._last_bytes = data if len(data) >= 4 else (self._last_bytes + data)[-4:]
         self._sink.send_body(data, is_last)
+
+    _last_bytes = b""
+
+    @property
+    def _is_between_events(self) -> bool:
+        return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
         self._sink.finish()
+
+    def finish_with_tail(self, attempt: int) -> None:
+        """The engine has failed after its last token: the rest is known."""
+        assert self._sent is not None
+        self.send_answer_body(b"" if self._sent.is_complete else self._sent.tail(), True)
+        self._driver.tell(ev.DecodeEnded(self.id, attempt))
+        self.finish_answer()
+
+    def _begin(self, attempt: int) -> bool:
+        """Both legs begin anew, behind what the client has. False when it has everything."""
+        if not self._is_answered:
+            return True
+        assert self._sent is not None, "a stream without token ids is continued"
+        if self._sent.is_finished:
+            self._driver.tell(ev.FirstDataArrived(self.id, attempt))
+            self.finish_with_tail(attempt)
+            return False
+        if not self._sent.can_continue:
+            raise BrokenStreamError("the engine has not sent the prompt's token ids")
+        self._sent.begin_anew()
+        self._present_request = continued(self._request, self._sent)
+        self._resumed_tokens = self._sent.sent
+        return True
+
+    def _params(self, params: TransferParams) -> bytes:
+        """``kv_transfer_params`` as JSON; those of a chat that goes on bring its token ids."""
+        sealed = orjson.dumps(seal(params, self._driver.secret))
+        if self._present_request is self._request or self._request.endpoint != CHAT:
+            return sealed
+        assert self._sent is not None
+        return sealed[:-1] + b',"prompt_token_ids":' + self._sent.ids() + b"}"
 
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True
@@ -191,8 +265,9 @@ class Exchange:
     def _send_decode(
         self, order: StartPair | StartDecode | StartAlone, params: bytes | None
     ) -> None:
-        self._answer = DecodeAnswer(self._driver, self, order.attempt)
-        body = self._request.decode_body(params, self._salt)
+        self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
+        with_ids = self._sent is not None and not self._resumed_tokens
+        body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
         self._decode = self._send(order.decode, body, self._answer)
         self._answer.leg = self._decode
 
@@ -215,158 +290,3 @@ class Exchange:
         if size <= JOIN_LIMIT_BYTES:
             payload = [b"".join(payload)]
         return self._driver.client.send(address, payload, listener)
-
-
-class PrefillListener:
-    """Reads the prefill engine's answer and drops it; its status and time go to the core."""
-
-    def __init__(self, driver: CoreDriver, request_id: str, attempt: int) -> None:
-        self._driver = driver
-        self._request_id = request_id
-        self._attempt = attempt
-        self._status = 0
-
-    def head_received(self, status: int, headers: RawHeaders) -> None:
-        self._status = status
-
-    def body_received(self, data: bytes, is_last: bool) -> None:
-        pass
-
-    def ended(self) -> None:
-        self._driver.tell(ev.PrefillAnswered(self._request_id, self._attempt, self._status))
-
-    def failed(self, reason: str) -> None:
-        self._driver.tell(ev.PrefillFailed(self._request_id, self._attempt, reason))
-
-
-class DecodeAnswer:
-    """The decode engine's answer of one attempt: held until it may go out, then passed on."""
-
-    def __init__(self, driver: CoreDriver, exchange: Exchange, attempt: int) -> None:
-        self.leg: Leg | None = None
-        self.status = 0
-        self.headers: RawHeaders = []
-        self.is_event_stream = False
-        self.is_between_events = True
-        self._driver = driver
-        self._exchange = exchange
-        self._attempt = attempt
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-        self._is_relaying = False
-
-    def take(self) -> bytes:
-        """What is held, once."""
-        held, self._held, self._held_bytes = b"".join(self._held), [], 0
-        return held
-
-    def head_received(self, status: int, headers: RawHeaders) -> None:
-        self.status, self.headers = status, headers
-        content_type = next((v for n, v in headers if n == b"content-type"), b"")
-        self.is_event_stream = status < 400 and content_type.startswith(b"text/event-stream")
-
-    def body_received(self, data: bytes, is_last: bool) -> None:
-        if self._is_relaying:
-            self._relay(data, is_last)
-            return
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if self.is_event_stream:
-            self._look_at_first_event(is_last)
-        elif self._held_bytes > HELD_LIMIT_BYTES:
-            if self.status >= 400:
-                self._fail("its error answer is too large")
-            else:
-                self._start_relaying(None, is_last)
-
-    def ended(self) -> None:
-        if self._is_relaying:
-            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
-            self._exchange.finish_answer()
-        elif self.status >= 400:
-            self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
-        elif self.is_event_stream or not self._held_bytes:
-            self.failed("the answer ended without any data")
-        else:
-            self._start_relaying(self._held_bytes, True)
-            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
-            self._exchange.finish_answer()
-
-    def failed(self, reason: str) -> None:
-        self._driver.tell(ev.DecodeFailed(self._exchange.id, self._attempt, reason))
-
-    def _look_at_first_event(self, is_last: bool) -> None:
-        held = self.take()
-        self._held, self._held_bytes = [held], len(held)
-        event = first_data_event(held)
-        if event is None:
-            if len(held) > FIRST_EVENT_LIMIT_BYTES:
-                self._fail("the stream does not begin with an event")
-            return
-        refusal = error_in_event(event)
-        if refusal is None:
-            self._start_relaying(None, is_last)
-            return
-        self.status, body = refusal
-        self._held, self._held_bytes = [body], len(body)
-        self.headers = [(b"content-type", b"application/json")]
-        self._stop()
-        self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
-
-    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> None:
-        self._is_relaying = True
-        self._driver.tell(ev.FirstDataArrived(self._exchange.id, self._attempt))
-        self._exchange.send_answer_head(body_bytes)
-        self._relay(self.take(), is_last)
-
-    def _relay(self, data: bytes, is_last: bool) -> None:
-        if self.is_event_stream:
-            if len(data) >= 4:
-                self.is_between_events = data.endswith((b"\n\n", b"\r\n\r\n"))
-            else:
-                self._tail = (self._tail + data)[-4:]
-                self.is_between_events = self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        self._exchange.send_answer_body(data, is_last)
-
-    _tail = b""
-
-    def _fail(self, reason: str) -> None:
-        self._stop()
-        self.failed(reason)
-
-    def _stop(self) -> None:
-        if self.leg is not None:
-            self.leg.cancel()
-
-
-def first_data_event(held: bytes) -> bytes | None:
-    """The first complete event with data at the start of a stream (comments are passed over), None
-    while there is none.
-    """
-    start = 0
-    while True:
-        end = held.find(b"\n\n", start)
-        crlf = held.find(b"\r\n\r\n", start, end if end >= 0 else len(held))
-        if crlf >= 0:
-            end, size = crlf, 4
-        elif end >= 0:
-            size = 2
-        else:
-            return None
-        event = held[start:end]
-        if event.startswith(b"data:") or b"\ndata:" in event:
-            return event
-        start = end + size
-
-
-def error_in_event(event: bytes) -> tuple[int, bytes] | None:
-    """(status, JSON body) when the event says that the engine has failed instead of answering."""
-    data = event[event.index(b"data:") + 5 :].strip()
-    if not data.startswith(b'{"error"'):
-        return None
-    try:
-        error = orjson.loads(data)["error"]
-    except orjson.JSONDecodeError:
-        return None
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if type(code) is int and 400 <= code <= 599 else 500, data

@@ -440,7 +440,8 @@ class HttpConnection(asyncio.Protocol):
         if self._parser.get_http_version() not in ("1.1", "1.0"):
             raise ApiError(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
         if len(self._waiting) >= PIPELINE_LIMIT_REQUESTS:
-            raise ApiError(429, f"{PIPELINE_LIMIT_REQUESTS} requests wait in this connection")
+            message = f"{PIPELINE_LIMIT_REQUESTS} requests wait in this connection"
+            raise ApiError(429, message, retry_after_s=1)
         self._path = self._url.partition(b"?")[0].decode("latin-1")
         if self._server.admit is not None:
             self._server.admit(self._path, self._headers)

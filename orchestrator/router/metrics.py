@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter as TallyCounter
 from itertools import accumulate
 from operator import attrgetter
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -23,6 +24,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from splitserve.orchestrator.core.audit import REMEDIES
+from splitserve.orchestrator.core.breaker import BreakerState
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -33,6 +37,16 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.router_core import RouterCore
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_ENGINE_FIGURES = (
+    "running",
+    "waiting",
+    "free_blocks",
+    "open_transfers",
+    "leased_blocks",
+    "quarantined_transfers",
+    "quarantined_blocks",
+)
+_BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _NODE_COUNTERS_LIMIT = 64
 """Different counters of connectors that are shown; the sum of all others is ``other``."""
 
@@ -186,13 +200,24 @@ class _CoreCollector(Collector):
         yield self._per_node(
             "committed_blocks", "Blocks promised by the router", nodes, lambda n: n.committed_blocks
         )
-        for field in ("running", "waiting", "free_blocks", "open_transfers", "leased_blocks"):
+        yield from self._breakers(nodes)
+        for field in _ENGINE_FIGURES:
             yield self._per_node(
                 field,
                 f"The engine's own figure: {field.replace('_', ' ')}",
                 [node for node in nodes if node.state is not None],
                 attrgetter(f"state.{field}"),
             )
+        yield self._differences(nodes)
+        ended = CounterMetricFamily(
+            "splitserve_unfenced_engines_ended",
+            "Engines whose end was ordered because pages waited too long for a fence: the writer, "
+            "or the decode node where the writer's death could not be had",
+            labels=("engine",),
+        )
+        for what, count in core.fencing.ended.items():
+            ended.add_metric([what], count)
+        yield ended
         counters = CounterMetricFamily(
             "splitserve_connector", "Counters of the connectors", labels=("node", "counter")
         )
@@ -204,6 +229,40 @@ class _CoreCollector(Collector):
             for name, value in shown:
                 counters.add_metric([node.name, name], value)
         yield counters
+
+    def _differences(self, nodes: list[Node]) -> Metric:
+        """One value per node and kind, also where nothing differs."""
+        found = TallyCounter((d.node, d.kind) for d in self._core.differences(monotonic()))
+        family = GaugeMetricFamily(
+            "splitserve_audit_differences",
+            "Things that an engine holds and the router does not know of, or the other way round",
+            labels=("node", "kind"),
+        )
+        for node in nodes:
+            for kind in REMEDIES:
+                family.add_metric([node.name, kind], found[node.name, kind])
+        return family
+
+    @staticmethod
+    def _breakers(nodes: list[Node]) -> Iterable[Metric]:
+        labels = ("node", "leg")
+        state = GaugeMetricFamily(
+            "splitserve_node_breaker_state",
+            "Circuit breaker: 0 closed, 1 half open (one leg tries the node), 2 open",
+            labels=labels,
+        )
+        openings = CounterMetricFamily(
+            "splitserve_node_breaker_openings", "How often the breaker has opened", labels=labels
+        )
+        for node in nodes:
+            for leg, breaker in (
+                ("prefill", node.prefill_breaker),
+                ("decode", node.decode_breaker),
+            ):
+                state.add_metric([node.name, leg], _BREAKER_VALUES[breaker.state])
+                openings.add_metric([node.name, leg], breaker.openings)
+        yield state
+        yield openings
 
     def _per_node(
         self, name: str, text: str, nodes: list[Node], value: Callable[[Node], float]

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
+    from splitserve.orchestrator.core.breaker import Breaker
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
@@ -19,6 +22,7 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
         "requests": {
             "waiting": len(core.queue),
             "running": len(core.requests) - len(core.queue),
+            "waiting_by_tenant": core.queue.waiting(),
             "queue_limit_requests": core.limits.queue_limit_requests,
         },
         "nodes": {name: _node(node) for name, node in sorted(core.membership.nodes.items())},
@@ -26,12 +30,19 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
             name: {"stage": progress.stage, "elapsed_s": progress.elapsed_s}
             for name, progress in sorted(agents.loading.items())
         },
+        "returning": sorted(core.membership.returning),
         "refused": dict(core.membership.refused),
         "last_death": {
             name: {"exit_status": death.exit_status, "likely_cause": death.likely_cause}
             for name, death in sorted(agents.last_death.items())
         },
     }
+
+
+def audit_of(core: RouterCore, now: float) -> dict[str, Any]:
+    """What the engines hold and the core does not know of, or the other way round."""
+    differences = [msgspec.to_builtins(difference) for difference in core.differences(now)]
+    return {"nodes": sorted(core.membership.nodes), "differences": differences}
 
 
 def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[str, Any]:
@@ -57,6 +68,7 @@ def _node(node: Node) -> dict[str, Any]:
         "pool": description.pool,
         "phase": node.phase,
         "is_usable": node.is_usable,
+        "is_draining": node.drain is not None,
         "is_connected": node.is_connected,
         "is_silent": node.is_silent,
         "incarnation": description.incarnation,
@@ -69,10 +81,24 @@ def _node(node: Node) -> dict[str, Any]:
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
+        "breakers": {
+            "prefill": _breaker(node.prefill_breaker),
+            "decode": _breaker(node.decode_breaker),
+        },
         "running": state.running if state else None,
         "waiting": state.waiting if state else None,
         "free_blocks": state.free_blocks if state else None,
         "open_transfers": state.open_transfers if state else None,
         "leased_blocks": state.leased_blocks if state else None,
+        "quarantined_transfers": state.quarantined_transfers if state else None,
+        "quarantined_blocks": state.quarantined_blocks if state else None,
         "counters": state.counters if state else {},
+    }
+
+
+def _breaker(breaker: Breaker) -> dict[str, Any]:
+    return {
+        "state": breaker.state.value,
+        "openings": breaker.openings,
+        "latest_fault": breaker.reason,
     }

@@ -103,6 +103,7 @@ def test_no_secret_is_visible(up: UpProcess) -> None:
     assert not [secret for secret in secrets for text in texts if secret in text]
     assert (state / "test.json").stat().st_mode & 0o777 == 0o600
     assert (state / "test" / "resolved.json").stat().st_mode & 0o777 == 0o600
+    assert (state / "test" / "operator.token").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_second_up_of_the_same_name_is_refused(up: UpProcess) -> None:
@@ -184,6 +185,7 @@ def test_down_stops_everything(start: Start) -> None:
     assert up.wait_for_end(5) == 0, up.output()
     up.wait_until_nothing_is_left(2)
     assert up.run("status").returncode == 3
+    assert not list(Path(up.env["XDG_STATE_HOME"]).rglob("operator.token"))
 
 
 def test_interrupt_while_loading(start: Start) -> None:

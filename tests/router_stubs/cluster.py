@@ -118,12 +118,21 @@ async def settled(value: Callable[[], int], for_s: float = 0.1, timeout_s: float
 
 @asynccontextmanager
 async def stub_cluster(
-    *nodes: str, keys: dict[str, str] | None = None, **router_settings: Any
+    *nodes: str,
+    keys: dict[str, str] | None = None,
+    policy: dict[str, Any] | None = None,
+    **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
     """A running cluster; everything is stopped afterwards."""
-    router_settings = {"port": 0} | router_settings
+    # The agents of stubs report once
+    router_settings = {"port": 0, "node_silence_limit_s": 600.0} | router_settings
     config = ClusterConfig.model_validate(
-        {"engine": "mock", "model": {"path": "x", "served_name": "m"}, "router": router_settings}
+        {
+            "engine": "mock",
+            "model": {"path": "x", "served_name": "m"},
+            "router": router_settings,
+            "policy": policy or {},
+        }
     )
     log = io.BytesIO()
     router = await app.start(config, SECRET, keys or {}, log)

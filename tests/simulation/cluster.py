@@ -5,20 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from simulation.engine import Engine
 from simulation.memory import BLOCK_TOKENS
 from simulation.network import Network
 from simulation.plan import ROUTER
-from simulation.router import Client, Router
+from simulation.router import Client, Router, limits_of
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import events as ev
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from simulation.plan import Ask, Plan
     from simulation.world import World
     from splitserve.kv_transfer.engine_endpoint import Order
 
 REPORT_S = 0.5
+START_S = 0.1
+"""All agents report for the first time within this."""
 RESTART_S = 2.0
 CUT_LINK_S = 3.0
 """After this long an agent's connection over a cut network is broken for the router."""
@@ -35,10 +41,16 @@ class Node:
     lives: int = 0
     router_life: int = 0
     """The life of the router to which the agent's connection stands; 0 for none."""
-    deaths: list[str] = field(default_factory=list)
-    """Incarnations that died."""
+    deaths: list[ev.NodeDied] = field(default_factory=list)
+    """Of all its engines."""
     told_deaths: int = 0
     """How many of them were told on the present connection."""
+    draining: str = ""
+    """The incarnation that gets no new work."""
+    dismissed: str = ""
+    """The incarnation that may end."""
+    is_overdue: bool = False
+    """It ends whatever it owes."""
 
 
 class Cluster:
@@ -50,16 +62,20 @@ class Cluster:
         self.can_revoke = plan.can_revoke
         self.write_s = plan.write_s
         self.is_one_host = plan.is_one_host
+        self.step_s = plan.step_s
+        self.fence_timeout_s = plan.fence_timeout_s
         self.nodes: dict[str, Node] = {}
         self.open_faults = 0
         """Faults that have begun and not ended."""
+        self.calm_since = 0.0
+        """When the latest fault ended, or an engine died."""
         self._numbers = 0
-        self.router = Router(self)
+        self.router = Router(self, limits_of(plan))
         blocks = (*plan.prefill_blocks, *plan.decode_blocks)
         for name, count in zip(plan.nodes, blocks, strict=True):
             node = self.nodes[name] = Node(name, name.partition("-")[0], count)
             self._start_engine(node)
-            world.at(world.random.random() * REPORT_S, self._report, node)
+            world.at(world.random.random() * START_S, self._report, node)
 
     def new_number(self) -> int:
         """Unique in this run."""
@@ -70,7 +86,8 @@ class Cluster:
         """A client asks for something."""
         prompt = tuple(self.world.random.randrange(100) for _ in range(ask.prompt_tokens))
         client = Client(f"r{ask.number}", prompt, ask.max_tokens, ask.streaming)
-        client.is_misfit = ask.is_misfit
+        client.is_misfit, client.can_continue = ask.is_misfit, ask.can_continue
+        client.tenant = ask.tenant
         self.router.ask(client)
 
     # -- the router ----------------------------------------------------------------------------
@@ -91,15 +108,43 @@ class Cluster:
 
     def order(self, name: str, order: Order) -> None:
         """To the node's agent, and through it to its engine."""
+        self._send_agent(name, self._relay, order)
+
+    def end_engine(self, name: str, incarnation: str) -> None:
+        """The agent kills its engine, if it is still that one."""
+        self._send_agent(name, self._end_engine, incarnation)
+
+    def drain(self, name: str, timeout_s: float | None) -> None:
+        """An operator restarts a node."""
+        asked = ev.DrainRequested(0, name, restarts=True, is_forced=True, timeout_s=timeout_s)
+        self.router.hear(self.router.life, asked)
+
+    def begin_drain(self, name: str, incarnation: str) -> None:
+        """The agent reports its node as draining from now on."""
+        self._send_agent(name, self._begin_drain, incarnation)
+
+    def dismiss(self, name: str, incarnation: str, *, at_once: bool) -> None:
+        """The agent's engine ends when it owes nothing, or at once."""
+        self._send_agent(name, self._dismiss, incarnation, at_once)
+
+    def _send_agent(self, name: str, call: Callable[..., None], *args: Any) -> None:
         node = self.nodes[name]
-        if not node.router_life:
-            return
-        if not self.network.send(ROUTER, name, self._relay, node, order):
+        if node.router_life and not self.network.send(ROUTER, name, call, node, *args):
             self._lose_link(node, CUT_LINK_S)
 
     def _relay(self, node: Node, order: Order) -> None:
         if node.engine is not None:
             node.engine.process.at(0.0, node.engine.order, order)
+
+    def _end_engine(self, node: Node, incarnation: str) -> None:
+        if node.engine is not None and node.engine.incarnation == incarnation:
+            self.kill(node)
+
+    def _begin_drain(self, node: Node, incarnation: str) -> None:
+        node.draining = incarnation
+
+    def _dismiss(self, node: Node, incarnation: str, at_once: bool) -> None:
+        node.dismissed, node.is_overdue = incarnation, at_once
 
     def break_agent(self, node: Node) -> None:
         """The agent's connection breaks, and both its ends know."""
@@ -128,8 +173,8 @@ class Cluster:
             is_new = True
         else:
             is_new = False
-        for incarnation in node.deaths[node.told_deaths :]:
-            self._tell(node, ev.NodeDied(node.name, incarnation, "killed"))
+        for died in node.deaths[node.told_deaths :]:
+            self._tell(node, died)
         node.told_deaths = len(node.deaths)
         if is_new and node.engine is not None:
             self._hello(node, node.engine)
@@ -159,20 +204,23 @@ class Cluster:
             self._lose_link(node, CUT_LINK_S)
         self._join(node)
         engine = node.engine
-        if engine is None or engine.process.is_stopped or not node.router_life:
+        if engine is None:
+            return
+        is_dismissed = node.dismissed == engine.incarnation
+        if engine.process.is_stopped:
+            if is_dismissed and node.is_overdue:
+                self.kill(node)
             return
         status = engine.legs.status()
-        state = NodeState(
-            node=node.name,
-            incarnation=engine.incarnation,
-            phase="ready",
-            running=status.running,
-            waiting=status.waiting,
-            free_blocks=status.free_blocks,
-            total_blocks=status.total_blocks,
-            leased_blocks=status.leased_blocks,
-        )
-        self._tell(node, ev.NodeReported(state))
+        phase = "draining" if node.draining == engine.incarnation else "ready"
+        if node.router_life:
+            state = NodeState(
+                node=node.name, incarnation=engine.incarnation, phase=phase, **asdict(status)
+            )
+            self._tell(node, ev.NodeReported(state))
+        owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
+        if is_dismissed and (node.is_overdue or not owed):
+            self.kill(node, owed_nothing=not owed)
 
     # -- engines -------------------------------------------------------------------------------
 
@@ -195,15 +243,16 @@ class Cluster:
             self._hello(node, node.engine)
         self._join(node)
 
-    def kill(self, node: Node) -> None:
-        """The engine is killed with -9; its agent starts another one."""
+    def kill(self, node: Node, *, owed_nothing: bool = False) -> None:
+        """The engine is killed with -9, or has drained; its agent starts another one."""
         engine = node.engine
         if engine is None:
             return
-        self.world.note("{} is killed", engine.incarnation)
+        self.world.note("{} {}", engine.incarnation, "drained" if owed_nothing else "is killed")
         engine.process.kill()
+        self.calm_since = self.world.now
         node.engine = None
-        node.deaths.append(engine.incarnation)
+        node.deaths.append(ev.NodeDied(node.name, engine.incarnation, "killed", owed_nothing))
         self.router.broken(engine)
         for other in self.nodes.values():
             peer = other.engine

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 SECRET = b"a secret for the simulation only"
-STEP_S = 0.002
 TOKEN_S = 0.0005
 IDLE_S = 0.1
 """Between steps that nothing asks for; what is new asks for one at once."""
@@ -63,6 +62,8 @@ class EngineRequest:
     params: TransferParams | None
     answer: Callable[[int | None], None]
     """Called with every token, and with None at the end."""
+    resumed: int = 0
+    """The prompt's last tokens that are the beginning of the answer."""
     state: State = State.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -108,6 +109,9 @@ class Engine:
             running=states.count(State.RUNNING),
             waiting=states.count(State.WAITING) + states.count(State.PARKED),
             free_blocks=self.memory.free_blocks,
+            rank_counters=[self.transfers.counters()],
+            rank_holdings=[self.transfers.holdings()],
+            now=self.world.now,
         )
 
     # -- from outside --------------------------------------------------------------------------
@@ -161,7 +165,7 @@ class Engine:
         if self._is_stepping and not self._is_idle:
             return
         if self.requests or self.legs.has_orders:
-            self._plan(STEP_S / 10)
+            self._plan(self.cluster.step_s / 10)
 
     def _plan(self, delay_s: float, *, is_idle: bool = False) -> None:
         self._is_stepping, self._is_idle = True, is_idle
@@ -180,7 +184,8 @@ class Engine:
                 self.legs.scheduled(request.id, request.computed, tokens, request.blocks)
         self.transfers.begin_step(self.legs.take_orders())
         total = sum(tokens for _, tokens in scheduled)
-        seconds = STEP_S + total * TOKEN_S if scheduled else STEP_S / 2
+        step_s = self.cluster.step_s
+        seconds = step_s + total * TOKEN_S if scheduled else step_s / 2
         computed = [(r, r.computed, n, list(r.blocks)) for r, n in scheduled if not r.has_landed]
         for layer in range(LAYERS) if computed else ():
             self.process.work(seconds * (layer + 1) / (LAYERS + 1), self._layer, layer, computed)
@@ -269,8 +274,9 @@ class Engine:
             for layer in range(LAYERS)
             for block in range(blocks_for(len(request.prompt)))
         )
-        number = len(request.tokens)
-        request.tokens.append(token(request.prompt, number) if is_right else WRONG)
+        asked = request.prompt[: len(request.prompt) - request.resumed]
+        number = request.resumed + len(request.tokens)
+        request.tokens.append(token(asked, number) if is_right else WRONG)
         request.answer(request.tokens[-1])
         if len(request.tokens) < request.max_tokens:
             return

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simulation.network import Weather
+from splitserve.orchestrator.core.lifecycle import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from simulation.cluster import Cluster
+    from simulation.cluster import Cluster, Node
     from simulation.engine import Engine
     from simulation.plan import Fault
 
@@ -28,6 +29,7 @@ def _for_a_while(
 
     def over() -> None:
         cluster.open_faults -= 1
+        cluster.calm_since = cluster.world.now
         end()
 
     cluster.world.at(fault.seconds, over)
@@ -44,9 +46,46 @@ def kill(cluster: Cluster, fault: Fault) -> None:
 
 def pause(cluster: Cluster, fault: Fault) -> None:
     """The node's engine is stopped for a while (SIGSTOP, SIGCONT)."""
-    engine = _engine(cluster, fault)
-    if engine is not None:
-        _for_a_while(cluster, fault, engine.process.stop, engine.process.go_on)
+    _stop(cluster, fault, cluster.nodes[fault.node])
+
+
+def _stop(cluster: Cluster, fault: Fault, node: Node) -> None:
+    if node.engine is not None:
+        process = node.engine.process
+        _for_a_while(cluster, fault, process.stop, process.go_on)
+
+
+def stream_struck(cluster: Cluster, fault: Fault) -> None:
+    """The engine of the request's stream, or of another one if it has none, dies, or with a
+    ``strength`` stops for a while.
+    """
+    requests = cluster.router.core.requests.values()
+    streams = [r for r in requests if r.phase is Phase.STREAMING]
+    if not streams:
+        return
+    request = next((r for r in streams if r.id == f"r{fault.request}"), streams[0])
+    assert request.choice is not None
+    node = cluster.nodes[request.choice.decode.name]
+    if fault.strength:
+        _stop(cluster, fault, node)
+    else:
+        cluster.kill(node)
+
+
+def hang(cluster: Cluster, fault: Fault) -> None:
+    """A prefill engine stops for long in the middle of its work, and its clients leave."""
+    core = cluster.router.core
+    busy = [node for node in core.membership.nodes.values() if node.prefill_legs]
+    for node in cluster.world.random.sample(busy, min(1, len(busy))):
+        _stop(cluster, fault, cluster.nodes[node.name])
+        for request in list(core.requests.values()):
+            if request.choice is not None and request.choice.prefill is node:
+                cluster.router.leave(request.id)
+
+
+def drain(cluster: Cluster, fault: Fault) -> None:
+    """An operator restarts the node; with ``seconds`` it goes then, whatever it owes."""
+    cluster.drain(fault.node, fault.seconds or None)
 
 
 def slow(cluster: Cluster, fault: Fault) -> None:
@@ -131,6 +170,9 @@ KINDS: dict[str, Callable[[Cluster, Fault], None]] = {
     "decode leg broken": _leg_broken("decode"),
     "preempt": preempt,
     "agent reconnects": agent_reconnects,
+    "stream struck": stream_struck,
+    "hang": hang,
+    "drain": drain,
     "router killed": router_killed,
 }
 """By name."""

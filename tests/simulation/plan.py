@@ -19,6 +19,12 @@ ROUTER = "router"
 LOAD_S = 4.0
 """Requests arrive and faults begin within this time."""
 LONGEST_FAULT_S = 15.0
+READY_S = 1.0
+"""The router knows every node then, if nothing goes wrong."""
+SLOW_WRITE_S = 3.0
+"""A writer that runs may need longer for its fence than the shortest ``fence_timeout_s``."""
+HEAVY = "heavy"
+"""The tenant that has twice the usual share."""
 REQUESTS = (10, 18)
 FAULTS = (4, 9)
 
@@ -33,6 +39,9 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     streaming: bool = True
     is_misfit: bool = False
     """The prefill node's tokenizer makes other tokens of its prompt."""
+    can_continue: bool = False
+    """Another node may go on in the middle of the answer."""
+    tenant: str = ""
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +57,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of an ``Ask``."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     """One run. The seed gives the delays, and every choice that is not made here."""
 
     seed: int
@@ -63,6 +72,12 @@ class Plan(msgspec.Struct, frozen=True):
     """Engines watch each other's processes."""
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
+    step_s: float = 0.002
+    """What each step of an engine takes beside its tokens."""
+    queue_limit_requests: int = 8
+    fence_timeout_s: float = 12.0
+    deadline_s: float = 12.0
+    """Of a request; it waits and looks for its first token a part of that."""
 
     @property
     def nodes(self) -> list[str]:
@@ -77,23 +92,58 @@ def random_plan(seed: int) -> Plan:
     prefill = tuple(random.randint(12, 40) for _ in range(random.randint(1, 3)))
     decode = tuple(random.randint(12, 40) for _ in range(random.randint(1, 3)))
     can_revoke = random.random() < 0.3
+    write_s = random.choice([0.002, 0.05, 0.5, SLOW_WRITE_S])
     worst = random.random() * LOAD_S
     asks = tuple(
-        random_ask(random, number, min(prefill + decode), worst)
+        random_ask(random, number, min(prefill + decode), _moment(random, worst))
         for number in range(random.randint(*REQUESTS))
     )
     empty = Plan(
         seed=seed,
         prefill_blocks=prefill,
         decode_blocks=decode,
-        write_s=random.choice([0.002, 0.05, 0.5, 3.0]),
+        write_s=write_s,
         can_revoke=can_revoke,
         is_one_host=not can_revoke and random.random() < 0.4,
         asks=asks,
         faults=(),
+        step_s=random.choice([0.002, 0.002, 0.05]),
+        queue_limit_requests=random.choice([2, 8, 256]),
+        fence_timeout_s=12.0 if write_s == SLOW_WRITE_S else random.choice([1.0, 12.0]),
     )
     count = random.randint(*FAULTS)
     faults = tuple(random_fault(random, empty, _moment(random, worst)) for _ in range(count))
+    return msgspec.structs.replace(empty, faults=faults)
+
+
+def drain_plan(seed: int) -> Plan:
+    """Nodes that all are ready restart by order, also the last of a pool, while others are slow and
+    preempt: nothing that fails a request.
+    """
+    random = Random(f"drains {seed}")
+    prefill = tuple(random.randint(12, 40) for _ in range(random.randint(1, 2)))
+    decode = tuple(random.randint(12, 40) for _ in range(random.randint(1, 2)))
+    asks = tuple(
+        random_ask(random, number, min(prefill + decode), READY_S + random.random() * LOAD_S)
+        for number in range(random.randint(*REQUESTS))
+    )
+    empty = Plan(
+        seed=seed,
+        prefill_blocks=prefill,
+        decode_blocks=decode,
+        write_s=random.choice([0.002, 0.05, 0.5]),
+        can_revoke=random.random() < 0.3,
+        is_one_host=False,
+        asks=asks,
+        faults=(),
+        step_s=random.choice([0.002, 0.002, 0.05]),
+        queue_limit_requests=256,
+        deadline_s=60.0,
+    )
+    faults = tuple(
+        random.choice(_HARMLESS)(random, empty, READY_S + random.random() * LOAD_S)
+        for _ in range(random.randint(*FAULTS))
+    )
     return msgspec.structs.replace(empty, faults=faults)
 
 
@@ -104,19 +154,23 @@ def _moment(random: Random, worst: float) -> float:
     return worst + random.expovariate(1 / 0.1)
 
 
-def random_ask(random: Random, number: int, smallest_blocks: int, worst: float) -> Ask:
+def random_ask(random: Random, number: int, smallest_blocks: int, at: float) -> Ask:
     """A request that fits on every node."""
     most = smallest_blocks * BLOCK_TOKENS // 2
     tokens = min(most, random.choice([1, 3, 4, 5, 8, 9, random.randint(1, most)]))
-    answer = random.randint(1, 6)
+    room = smallest_blocks * BLOCK_TOKENS - tokens
+    answer = random.choice([random.randint(1, 6), random.randint(1, min(40, room))])
     assert blocks_for(tokens + answer) <= smallest_blocks
+    streaming = random.random() < 0.8
     return Ask(
         number,
-        _moment(random, worst),
+        at,
         tokens,
         answer,
-        streaming=random.random() < 0.8,
+        streaming=streaming,
         is_misfit=random.random() < 0.05,
+        can_continue=streaming and random.random() < 0.8,
+        tenant=random.choice(["", "light", HEAVY, HEAVY]),
     )
 
 
@@ -164,6 +218,30 @@ def _on_request(kind: str) -> Callable[..., Fault]:
     return draw
 
 
+def _stream_struck(random: Random, plan: Plan, at: float) -> Fault:
+    ask = random.choice(plan.asks)
+    soon = ask.at + random.expovariate(1 / (0.05 + 10 * plan.step_s))
+    return Fault(
+        soon,
+        "stream struck",
+        request=ask.number,
+        seconds=_seconds(random),
+        strength=random.choice([0.0, 1.0]),
+    )
+
+
+def _hang(random: Random, plan: Plan, at: float) -> Fault:
+    return Fault(at, "hang", seconds=LONGEST_FAULT_S)
+
+
+def _drain(*patience_s: float) -> Callable[..., Fault]:
+    def draw(random: Random, plan: Plan, at: float) -> Fault:
+        node = random.choice(plan.nodes)
+        return Fault(at, "drain", node=node, seconds=random.choice(patience_s))
+
+    return draw
+
+
 def _router_killed(random: Random, plan: Plan, at: float) -> Fault:
     return Fault(at, "router killed", seconds=random.uniform(0.2, 3.0))
 
@@ -182,6 +260,10 @@ _DRAWN: dict[str, tuple[int, Callable[[Random, Plan, float], Fault]]] = {
     "decode leg broken": (3, _on_request("decode leg broken")),
     "preempt": (5, _on_node("preempt")),
     "agent reconnects": (2, _on_node("agent reconnects")),
+    "stream struck": (3, _stream_struck),
+    "hang": (2, _hang),
+    "drain": (3, _drain(0.0, 1.0, 10.0)),
     "router killed": (1, _router_killed),
 }
 """Per kind how often it is drawn, and how."""
+_HARMLESS = (_drain(0.0), _drain(0.0), _on_node("slow", (3.0, 20.0)), _on_node("preempt"))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from simulation.engine import Engine
-from simulation.planting import method, never, no_effects_of
+from simulation.planting import is_false, method, never, no_effects_of
+from splitserve.kv_transfer.holdings import HoldingsTaker
 from splitserve.kv_transfer.receive_book import ReceiveBook
 from splitserve.kv_transfer.send_book import SendBook
 from splitserve.kv_transfer.session_receive import MAY_WRITE, Finish, ReceiveSession
@@ -61,11 +64,6 @@ def _frees_at_abort(real: Any, engine: Engine, request_id: str) -> None:
     if request is not None and request.blocks and request_id in engine.requests:
         engine.memory.give_back(request.id, request.blocks)
         request.blocks = []
-
-
-def _abort_is_not_told(real: Any, prefills: Prefills, request_id: str, **named: Any) -> bool:
-    """A finished prefill's blocks are free at once."""
-    return False
 
 
 def _reported_twice(real: Any, book: ReceiveBook, *arguments: Any) -> Any:
@@ -125,6 +123,11 @@ def _anybodys_death(real: Any, book: ReceiveBook, **named: Any) -> Any:
     return real(book, **named)
 
 
+def _hasty(real: Any, taker: HoldingsTaker, limits: Any) -> None:
+    """A writer that has not fenced is overdue at once."""
+    real(taker, replace(limits, fence_timeout_s=0.0))
+
+
 def _released_while_read(real: Any, book: SendBook, session: SendSession) -> Any:
     """A request is released although a write still reads its blocks."""
     for sink in session.sinks.values():
@@ -134,23 +137,24 @@ def _released_while_read(real: Any, book: SendBook, session: SendSession) -> Any
 
 
 BUGS: dict[str, tuple[Plant, int]] = {
-    "fenced while a write is open": (method(SendBook, "_advance", _fence_at_once), 11),
-    "pages taken back without a fence": (method(ReceiveSession, "cancel", _ends_granted), 11),
-    "a lost connection is a fence": (method(ReceiveBook, "lost", _silence_is_death), 30),
-    "a release is lost": (method(SendBook, "_settle", no_effects_of(Release)), 0),
+    "fenced while a write is open": (method(SendBook, "_advance", _fence_at_once), 12),
+    "pages taken back without a fence": (method(ReceiveSession, "cancel", _ends_granted), 10),
+    "a lost connection is a fence": (method(ReceiveBook, "lost", _silence_is_death), 106),
+    "a release is lost": (method(SendBook, "_settle", no_effects_of(Release)), 1),
     "a release comes twice": (method(SendBook, "_settle", _released_twice), 0),
-    "a block is sent before it is final": (method(SendBook, "blocks_final", _final_too_early), 0),
-    "a lease never ends": (method(SendBook, "expire", never), 3),
-    "a deadline never ends": (method(ReceiveBook, "tick", never), 51),
-    "a finished prefill is free at once": (method(Prefills, "finished", _abort_is_not_told), 3),
-    "an aborted parked request frees its blocks": (method(Engine, "abort", _frees_at_abort), 12),
+    "a block is sent before it is final": (method(SendBook, "blocks_final", _final_too_early), 2),
+    "a lease never ends": (method(SendBook, "expire", never), 2),
+    "a deadline never ends": (method(ReceiveBook, "tick", never), 2),
+    "a finished prefill is free at once": (method(Prefills, "finished", is_false), 0),
+    "an aborted parked request frees its blocks": (method(Engine, "abort", _frees_at_abort), 15),
     "a receive is reported twice": (method(ReceiveBook, "_finish", _reported_twice), 0),
-    "pages are not counted": (_uncounted, 5),
-    "prompts are not compared": (method(SendSession, "refusal", _always_fits), 2),
-    "granted again before the fence": (method(ReceiveBook, "retarget", _next_at_once), 30),
-    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 70),
-    "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 10),
-    "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 26),
-    "released while a write reads": (method(SendBook, "_settle", _released_while_read), 11),
+    "pages are not counted": (_uncounted, 1),
+    "prompts are not compared": (method(SendSession, "refusal", _always_fits), 1),
+    "granted again before the fence": (method(ReceiveBook, "retarget", _next_at_once), 85),
+    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 48),
+    "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 4),
+    "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 6),
+    "writers are overdue at once": (method(HoldingsTaker, "__init__", _hasty), 936),
+    "released while a write reads": (method(SendBook, "_settle", _released_while_read), 12),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""

@@ -34,3 +34,8 @@ def no_effects_of(kind: type) -> Any:
 def never(real: Any, *arguments: Any, **named: Any) -> list[Any]:
     """A replacement that does nothing."""
     return []
+
+
+def is_false(real: Any, *arguments: Any, **named: Any) -> bool:
+    """A replacement that always says no."""
+    return False

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulation import faults
-from simulation.cluster import Cluster
-from simulation.plan import LOAD_S, LONGEST_FAULT_S, Plan, random_plan
+from simulation.cluster import REPORT_S, Cluster
+from simulation.plan import LOAD_S, LONGEST_FAULT_S, Plan, drain_plan, random_plan
 from simulation.world import InvariantError, World
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     """By kind."""
     outcomes: Counter[str] = field(default_factory=Counter)
+    continuations: int = 0
+    """Streams that another node went on with."""
+    ended_engines: int = 0
+    """Engines that were to end because of a fence that did not come."""
 
     def add(self, other: Result) -> None:
         """Count another one in."""
@@ -39,6 +43,8 @@ class Result:
         self.requests += other.requests
         self.faults += other.faults
         self.outcomes += other.outcomes
+        self.continuations += other.continuations
+        self.ended_engines += other.ended_engines
 
     def lines(self) -> list[str]:
         """The counts, for people."""
@@ -48,6 +54,8 @@ class Result:
             f"{self.runs:,} seeds, {self.steps:,} steps (delivered events), no invariant violated",
             f"{self.requests:,} requests: {', '.join(shares)}",
             f"{self.faults.total():,} faults: {', '.join(kinds)}",
+            f"{self.continuations:,} streams continued elsewhere, "
+            f"{self.ended_engines:,} orders to end an engine that owed a fence",
         ]
 
 
@@ -61,6 +69,17 @@ def run_many(seeds: Iterable[int]) -> Result:
     total = Result()
     for seed in seeds:
         total.add(run(seed))
+    return total
+
+
+def drain_many(seeds: Iterable[int]) -> Result:
+    """Run several seeds in which nodes only drain and restart: no request fails."""
+    total = Result()
+    for seed in seeds:
+        result = run_plan(drain_plan(seed))
+        if result.outcomes != {"ok": result.requests}:
+            raise InvariantError(f"drains of seed {seed}: {result.outcomes}")
+        total.add(result)
     return total
 
 
@@ -81,13 +100,15 @@ def run_plan(plan: Plan) -> Result:
         raise
     except Exception as error:
         raise InvariantError(f"seed {plan.seed}: {error!r}\n{world.story()}") from error
-    clients = cluster.router.clients.values()
+    router = cluster.router
     return Result(
         1,
         world.steps,
         len(plan.asks),
         Counter(fault.kind for fault in plan.faults),
-        Counter(client.outcome for client in clients),
+        Counter(client.outcome for client in router.clients.values()),
+        router.continuations,
+        router.ended_engines,
     )
 
 
@@ -100,10 +121,12 @@ def settle(cluster: Cluster, *, load_s: float = LOAD_S) -> None:
         if world.steps > limit:
             world.fail(f"more than {STEP_LIMIT} steps")
         if world.now > first and not world.steps % LOOK_STEPS and is_over(cluster):
-            return
+            break
     left = cluster.leftovers()
     if left:
         world.fail("left at the end: " + "; ".join(left))
+    world.run_for(2 * REPORT_S)
+    cluster.router.look_at_audit()
 
 
 def is_over(cluster: Cluster) -> bool:

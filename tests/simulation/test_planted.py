@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.planted import BUGS
-from simulation.runs import run_many
-from simulation.test_seeds import SEEDS
+from simulation.planted import BUGS, DRAIN_BUGS
+from simulation.runs import drain_many, run_many
+from simulation.test_seeds import DRAIN_SEEDS, SEEDS
 from simulation.world import InvariantError
 
 LOOK_SEEDS = 400
@@ -21,3 +21,13 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     plant(monkeypatch)
     with pytest.raises(InvariantError):
         run_many((known, *range(LOOK_SEEDS)))
+
+
+@pytest.mark.parametrize("bug", DRAIN_BUGS)
+def test_a_drain_that_fails_a_request_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the seeds in which nodes only drain and restart."""
+    plant, known = DRAIN_BUGS[bug]
+    assert known < DRAIN_SEEDS
+    plant(monkeypatch)
+    with pytest.raises(InvariantError):
+        drain_many((known, *range(DRAIN_SEEDS)))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from simulation import faults
 from simulation.cluster import Cluster
 from simulation.memory import BLOCK_TOKENS
-from simulation.plan import LONGEST_FAULT_S, ROUTER, Ask, Fault, Plan
+from simulation.plan import HEAVY, LONGEST_FAULT_S, ROUTER, Ask, Fault, Plan
 from simulation.runs import settle
 from simulation.world import World
 
@@ -31,6 +31,8 @@ class Clusters(RuleBasedStateMachine):
         write_s=st.sampled_from([0.002, 0.5]),
         can_revoke=st.booleans(),
         is_one_host=st.booleans(),
+        queue_limit_requests=st.sampled_from([2, 8]),
+        fence_timeout_s=st.sampled_from([1.0, 12.0]),
     )
     def begin(
         self,
@@ -39,6 +41,8 @@ class Clusters(RuleBasedStateMachine):
         write_s: float,
         can_revoke: bool,
         is_one_host: bool,
+        queue_limit_requests: int,
+        fence_timeout_s: float,
     ) -> None:
         """A cluster that has just started."""
         self.plan = Plan(
@@ -50,6 +54,8 @@ class Clusters(RuleBasedStateMachine):
             is_one_host=is_one_host and not can_revoke,
             asks=(),
             faults=(),
+            queue_limit_requests=queue_limit_requests,
+            fence_timeout_s=fence_timeout_s,
         )
         self.world = World(0)
         self.cluster = Cluster(self.world, self.plan)
@@ -60,11 +66,24 @@ class Clusters(RuleBasedStateMachine):
         tokens=st.integers(1, 6 * BLOCK_TOKENS - 6),
         answer=st.integers(1, 6),
         is_misfit=st.sampled_from([False, False, False, True]),
+        can_continue=st.booleans(),
+        tenant=st.sampled_from(["", "light", HEAVY]),
     )
-    def ask(self, tokens: int, answer: int, is_misfit: bool) -> None:
+    def ask(
+        self, tokens: int, answer: int, is_misfit: bool, can_continue: bool, tenant: str
+    ) -> None:
         """A client asks."""
         if self.requests < REQUEST_LIMIT:
-            self.cluster.ask(Ask(self.requests, 0.0, tokens, answer, is_misfit=is_misfit))
+            ask = Ask(
+                self.requests,
+                0.0,
+                tokens,
+                answer,
+                is_misfit=is_misfit,
+                can_continue=can_continue,
+                tenant=tenant,
+            )
+            self.cluster.ask(ask)
             self.requests += 1
 
     @rule(kind=st.sampled_from(["kill", "preempt", "agent reconnects"]), place=PLACE)
@@ -102,6 +121,18 @@ class Clusters(RuleBasedStateMachine):
     def hang_up(self, kind: str, request: int) -> None:
         """A client leaves, or a leg's connection breaks."""
         self.go_wrong(Fault(0.0, kind, request=request))
+
+    @rule(request=st.integers(0, REQUEST_LIMIT), seconds=SECONDS, stops=st.booleans())
+    def strike_stream(self, request: int, seconds: float, stops: bool) -> None:
+        """The engine of a stream dies, or stops for a while."""
+        strength = 1.0 if stops else 0.0
+        fault = Fault(0.0, "stream struck", request=request, seconds=seconds, strength=strength)
+        self.go_wrong(fault)
+
+    @rule(place=PLACE, seconds=st.sampled_from([0.0, 1.0, 10.0]))
+    def drain(self, place: int, seconds: float) -> None:
+        """An operator restarts a node."""
+        self.go_wrong(Fault(0.0, "drain", node=self.node(place), seconds=seconds))
 
     @rule(seconds=st.floats(0.2, 3.0), really=st.sampled_from([True, False, False]))
     def kill_router(self, seconds: float, really: bool) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from simulation.plan import FAULTS, REQUESTS
-from simulation.runs import Result, run, run_many
+from simulation.runs import Result, drain_many, run, run_many
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 SEEDS = 2_400
+DRAIN_SEEDS = 200
 STEPS = 1_000_000
 PROCESSES = 2
 SHARE_SEEDS = 100
@@ -26,17 +27,36 @@ def test_no_seed_violates_an_invariant(summary: Callable[[str], None]) -> None:
     """Blocks have one owner, no byte lands in pages that were given back, texts are right, every
     request ends once, and in the end nothing is held. The counts are in the summary.
     """
-    shares = [range(first, first + SHARE_SEEDS) for first in range(0, SEEDS, SHARE_SEEDS)]
-    spawn = multiprocessing.get_context("spawn")
-    total = Result()
-    with ProcessPoolExecutor(PROCESSES, mp_context=spawn) as pool:
-        for result in pool.map(run_many, shares):
-            total.add(result)
+    total = _together(run_many, SEEDS)
     for line in total.lines():
         summary(line)
     assert (total.runs, total.outcomes.total()) == (SEEDS, total.requests)
     assert total.steps >= STEPS
     assert total.outcomes["ok"] > total.requests * 0.7
+    assert total.continuations > SEEDS / 20
+    assert total.ended_engines > SEEDS / 40
+
+
+@pytest.mark.timeout(600)
+def test_a_drain_fails_no_request(summary: Callable[[str], None]) -> None:
+    """Nodes restart by order, also the last of a pool, while others are slow and preempt: every
+    request is answered.
+    """
+    total = _together(drain_many, DRAIN_SEEDS)
+    drains = total.faults["drain"]
+    summary(f"{drains:,} drains, nothing but slowness beside them: {total.requests:,} requests, ok")
+    assert (total.runs, total.outcomes) == (DRAIN_SEEDS, {"ok": total.requests})
+    assert drains > DRAIN_SEEDS
+
+
+def _together(run_share: Callable[[Iterable[int]], Result], seeds: int) -> Result:
+    shares = [range(first, first + SHARE_SEEDS) for first in range(0, seeds, SHARE_SEEDS)]
+    spawn = multiprocessing.get_context("spawn")
+    total = Result()
+    with ProcessPoolExecutor(PROCESSES, mp_context=spawn) as pool:
+        for result in pool.map(run_share, shares):
+            total.add(result)
+    return total
 
 
 def test_every_seed_has_requests_and_faults() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from simulation.memory import LAYERS
+from splitserve.kv_transfer.holdings import HoldingsTaker, QuarantineLimits, RankHoldings
 from splitserve.kv_transfer.messages import (
     Cancel,
     Delivered,
@@ -48,6 +49,7 @@ LEASE_S = 5.0
 DEADLINE_S = 6.0
 RETARGET_WAIT_S = 1.0
 PAGE_BYTES = 100
+QUARANTINE_LIMIT_BYTES = 8 * LAYERS * PAGE_BYTES
 BROKEN_WRITE_S = 1.0
 """After this long a write to a host that is cut off fails."""
 
@@ -118,6 +120,11 @@ class Transfers:
             first_tag=number << 32,
         )
         self.copies: dict[int, Copy] = {}
+        self._taker = HoldingsTaker(QuarantineLimits(
+            fence_timeout_s=engine.cluster.fence_timeout_s,
+            limit_bytes=QUARANTINE_LIMIT_BYTES,
+            block_bytes=LAYERS * PAGE_BYTES,
+        ))  # fmt: skip
         self._upstreams: dict[str, Upstream] = {}
         self._peers: dict[str, Downstream] = {}
         self._step: StepOrders | None = None
@@ -199,6 +206,15 @@ class Transfers:
         self._finished_receiving.clear()
         self._failed_receiving.clear()
         return taken
+
+    def counters(self) -> dict[str, float]:
+        """What the engine counts of them in its reports."""
+        sends, receives = self.sending.open_sessions, self.receiving.open_sessions
+        return {"open_sends": sends, "open_receives": receives}
+
+    def holdings(self) -> RankHoldings:
+        """What is held for whom."""
+        return self._taker.take(self.sending, self.receiving, self.world.now)
 
     @property
     def is_idle(self) -> bool:
@@ -457,6 +473,9 @@ class Transfers:
                 incarnation = copy.target.incarnation
                 self.lose(incarnation, f"no write to it has ended for {SILENCE_S:g} s")
         self._receive(self.receiving.tick(now))
+        for session in self.receiving.sessions():
+            if session.cancel_reason is None and session.deadline <= now:
+                self.world.fail(f"{session.request_id} waits for pages beyond its deadline")
         for address in list(self._upstreams):
             self._keep_alive(address)
         self._post_due()

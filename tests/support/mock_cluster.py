@@ -31,8 +31,13 @@ class Cluster:
 
     up: UpProcess
     client: openai.AsyncOpenAI
+    url: str = ""
+    """The router's, without a path."""
+    nodes: tuple[str, ...] = ()
     engines: dict[str, EngineHandle] = field(default_factory=dict)
     """By incarnation: every engine that a test has asked for."""
+    killed: set[str] = field(default_factory=set)
+    """Nodes whose engine a test has killed."""
 
     async def engine(self, node: str) -> EngineHandle:
         """The engine of a node, as soon as it is ready."""
@@ -44,10 +49,20 @@ class Cluster:
     async def kill_engine(self, node: str) -> None:
         """SIGKILL to the engine's process; returns when its agent has seen it."""
         life = self.up.node(node)["incarnation"]
-        kill(process.pid for process, settings in self._processes() if settings["node"] == node)
+        self.killed.add(node)
+        kill([self.process(node).pid])
         await asyncio.to_thread(
             wait_for, lambda: self.up.node(node)["incarnation"] != life, 20, "death", self.up.story
         )
+
+    def process(self, node: str) -> psutil.Process:
+        """The process of a node's engine, whichever life it is in."""
+        (found,) = (p for p, settings in self._processes() if settings["node"] == node)
+        return found
+
+    def pids(self) -> dict[str, int]:
+        """Each node's engine process."""
+        return {settings["node"]: process.pid for process, settings in self._processes()}
 
     def _look_for(self, node: str) -> bool:
         status = self.up.node(node)
@@ -98,7 +113,9 @@ async def running_cluster(folder: Path, text: str) -> AsyncIterator[Cluster]:
         assert status is not None
         client = openai.AsyncOpenAI(base_url=status["url"], api_key="none", max_retries=0)
         async with client:
-            cluster = Cluster(up, client)
+            url = status["url"].removesuffix("/v1")
+            nodes = tuple(sorted(node["node"] for node in status["nodes"]))
+            cluster = Cluster(up, client, url, nodes)
             yield cluster
             for engine in cluster.engines.values():
                 engine.close()

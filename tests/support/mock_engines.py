@@ -34,7 +34,7 @@ MODEL = "mock"
 BLOCK_TOKENS = 32
 LAYERS = 4
 POLL_S = 0.01
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 DEADLINE_S = 10.0
 
 _ports = itertools.count(20_000 + os.getpid() % 500 * 20)
@@ -139,12 +139,16 @@ class EngineHandle:
 
 
 class MockProcess(EngineHandle):
-    """A mock engine that the test starts. ``name`` appears in its log's file name."""
+    """A mock engine that the test starts. ``name`` appears in its log's file name; with
+    ``first_port`` it takes the ports of another one.
+    """
 
-    def __init__(self, name: str, options: EngineOptions, folder: Path) -> None:
+    def __init__(
+        self, name: str, options: EngineOptions, folder: Path, first_port: int | None = None
+    ) -> None:
         self.options = options
         self.incarnation = f"{name}-{secrets.token_hex(4)}"
-        first = _free_ports(2 + options.tensor_parallel)
+        first = first_port or _free_ports(2 + options.tensor_parallel)
         self.port, self.endpoint_port, self.control_port = first, first + 1, first + 2
         self.control_addresses = tuple(
             f"tcp://127.0.0.1:{self.control_port + rank}" for rank in range(options.tensor_parallel)

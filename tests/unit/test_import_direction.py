@@ -36,6 +36,7 @@ PURE = (
     "kv_transfer/transfer_lifecycle.py",
     "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
+    "kv_transfer/holdings.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}

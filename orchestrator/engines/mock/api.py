@@ -6,6 +6,7 @@ A client that closes its connection aborts its requests: aiohttp then cancels th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from splitserve.kv_transfer.transfer_params import resumed_tokens
 from splitserve.orchestrator.engines.mock.engine import Answers, EngineDeadError, EngineFailed
 from splitserve.orchestrator.engines.mock.faults import Faults
 from splitserve.orchestrator.engines.mock.protocol import (
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.engines.mock.faults import FaultBox
 
 BODY_LIMIT_BYTES = 64 * 2**20
+_EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -80,6 +83,7 @@ class MockApi:
         model: str,
         max_model_len: int,
         api_key: str,
+        secret: bytes,
         allow_faults: bool,
     ) -> None:
         self._engine = engine
@@ -87,6 +91,7 @@ class MockApi:
         self._model = model
         self._max_model_len = max_model_len
         self._api_key = api_key
+        self._secret = secret
         self._allow_faults = allow_faults
         self._metrics = CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
@@ -167,7 +172,11 @@ class MockApi:
                 self._engine.submit(choice.request, answers, index)
             pieces = self._pieces(choices, answers)
             if body.stream:
-                return await _stream(request, body, shapes, choices, pieces)
+                response = web.StreamResponse(headers=_EVENT_STREAM)
+                # a client that leaves between two tokens: nobody is left to be told
+                with contextlib.suppress(ConnectionResetError):
+                    await _stream(request, response, body, shapes, choices, pieces)
+                return response
             async for _ in pieces:
                 pass
             whole = shapes.whole(_whole_choices(body, shapes, choices), _usage(choices))
@@ -197,7 +206,11 @@ class MockApi:
                     salt=body.cache_salt or "",
                     kv_transfer_params=None if found else body.kv_transfer_params,
                 )
-                found.append(_Choice(request, prompt, TextOf(body.stops)))
+                text = TextOf(body.stops)
+                resumed = resumed_tokens(request.kv_transfer_params, self._secret)
+                if resumed:
+                    text.resume(decode(tokens[-resumed:]))
+                found.append(_Choice(request, prompt, text))
         return found
 
     async def _pieces(self, choices: list[_Choice], answers: Answers) -> AsyncIterator[_Piece]:
@@ -225,27 +238,30 @@ class MockApi:
 
 async def _stream(
     request: web.Request,
+    response: web.StreamResponse,
     body: CompletionBody | ChatBody,
     shapes: Shapes,
     choices: list[_Choice],
     pieces: AsyncIterator[_Piece],
-) -> web.StreamResponse:
-    """Server-sent events; the status line goes out with the first token."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+) -> None:
+    """Server-sent events; the status line goes out with the first token. Raises
+    ``ConnectionResetError``.
+    """
     try:
         async for piece in pieces:
             choice = piece.choice
             if not response.prepared:
                 await response.prepare(request)
+            ids = choice.tokens[-1:] if body.return_token_ids else None
+            prompt_ids = None
+            if body.return_token_ids and piece.is_first:
+                prompt_ids = list(choice.request.prompt)
             if piece.is_first and shapes.is_chat:
-                await _send(response, shapes.role_chunk(piece.index))
+                await _send(response, shapes.role_chunk(piece.index, prompt_ids))
             stop = choice.text.stop_reason
-            chunk = shapes.chunk(piece.index, piece.text, choice.finish_reason, stop)
-            if body.return_token_ids:
-                shown = {"token_ids": choice.tokens[-1:]}
-                if piece.is_first:
-                    shown["prompt_token_ids"] = list(choice.request.prompt)
-                chunk["choices"][0] |= shown
+            chunk = shapes.chunk(
+                piece.index, piece.text, choice.finish_reason, stop, ids=ids, prompt_ids=prompt_ids
+            )
             await _send(response, chunk)
         if body.stream_options is not None and body.stream_options.include_usage:
             await _send(response, shapes.usage_chunk(_usage(choices)))
@@ -255,7 +271,6 @@ async def _stream(
         await _send(response, MockApiError(500, str(error)).body())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
-    return response
 
 
 def _whole_choices(

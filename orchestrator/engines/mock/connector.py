@@ -8,6 +8,7 @@ What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in o
 from __future__ import annotations
 
 from collections import Counter
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
@@ -79,6 +80,7 @@ class Connector:
         layout = memories[0].layout
         self._reports = RankReports(len(memories))
         self._prompt_tokens_computed = 0
+        self._preemptions = 0
         self._scheduler: Scheduler | None = None
         self._threads = [
             TransferThread(
@@ -95,7 +97,7 @@ class Connector:
             EngineDescription(
                 incarnation=config.incarnation,
                 fingerprint=fingerprint,
-                control_addresses=tuple(map(config.control_address, range(len(memories)))),
+                control_addresses=tuple(map(config.advertised_address, range(len(memories)))),
                 block_tokens=layout.block_tokens,
                 total_blocks=layout.num_blocks,
                 max_model_len=max_model_len,
@@ -150,6 +152,7 @@ class Connector:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Tell the threads what this step is about. Waits only when a request is preempted."""
+        self._preemptions += len(plan.preempted)
         for request_id in plan.preempted:
             self._legs.preempted(request_id)
         for chunk in plan.chunks:
@@ -178,12 +181,17 @@ class Connector:
         """Read by the endpoint's thread: single reads of values that the loop's thread replaces."""
         scheduler = self._scheduler
         assert scheduler is not None, "the endpoint was started before the scheduler"
-        own = {"prompt_tokens_computed": float(self._prompt_tokens_computed)}
+        own = {
+            "prompt_tokens_computed": float(self._prompt_tokens_computed),
+            "preemptions": float(self._preemptions),
+        }
         return EngineLoad(
             running=scheduler.running_requests,
             waiting=scheduler.waiting_requests,
             free_blocks=scheduler.pool.free_blocks,
             rank_counters=[own, *(thread.counters() for thread in self._threads)],
+            rank_holdings=[thread.holdings() for thread in self._threads],
+            now=monotonic(),
         )
 
 

@@ -110,6 +110,9 @@ class Prompt:
 def prompts_of(body: CompletionBody | ChatBody) -> list[Prompt]:
     """Every prompt of the request, not empty. Raises ``MockApiError`` 400."""
     if isinstance(body, ChatBody):
+        ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
+        if ids is not None:
+            return [_prompt(ids)]
         try:
             text = chat_prompt(body.messages, body.tools)
         except PromptError as error:
@@ -174,6 +177,10 @@ class TextOf:
         self._stops = stops
         self._held = ""
 
+    def resume(self, text: str) -> None:
+        """Another engine has sent the answer's beginning, as far as it could go out."""
+        self.feed(text, is_last=False)
+
     def feed(self, text: str, *, is_last: bool) -> str:
         """What may go out; ``stop_reason`` is set when a stop string has come."""
         self._held += text
@@ -194,21 +201,31 @@ class Shapes:
         self.is_chat = is_chat
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
-    def role_chunk(self, index: int) -> dict[str, Any]:
-        """A chat stream's first chunk."""
+    def role_chunk(self, index: int, prompt_ids: list[int] | None) -> dict[str, Any]:
+        """A chat stream's first chunk; with the prompt's ids if they were asked for."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk([choice])
+        return self._chunk([choice]) | {"prompt_token_ids": prompt_ids}
 
     def chunk(
-        self, index: int, text: str, finish_reason: str | None, stop_reason: str | None
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        stop_reason: str | None,
+        *,
+        ids: list[int] | None = None,
+        prompt_ids: list[int] | None = None,
     ) -> dict[str, Any]:
-        """The next text of one choice."""
+        """The next text of one choice; with its ids if they were asked for."""
         choice: dict[str, Any] = {"index": index}
         choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         if not self.is_chat or finish_reason is not None:
             choice["stop_reason"] = stop_reason
+        if not self.is_chat:
+            choice["prompt_token_ids"] = prompt_ids
+        choice["token_ids"] = ids
         return self._chunk([choice])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:

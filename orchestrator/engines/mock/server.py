@@ -134,6 +134,7 @@ def build(options: argparse.Namespace) -> Parts:
         model=options.served_model_name or options.model,
         max_model_len=options.max_model_len,
         api_key=os.environ.get(API_KEY_ENV, ""),
+        secret=cluster_secret() if options.kv_transfer_config is not None else b"",
         allow_faults=options.enable_faults,
     )
     return Parts(engine, connector, api)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.orders import StepOrders
     from splitserve.orchestrator.engines.vllm.scheduler_half import SchedulerHalf
-    from splitserve.orchestrator.engines.vllm.worker_half import WorkerHalf
+    from splitserve.orchestrator.engines.vllm.worker_half import RankReport, WorkerHalf
 
 
 @dataclass
@@ -48,15 +48,15 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerCounters(KVConnectorWorkerMetadata):
-    """Workers to scheduler: monotonic counters of each rank's transfer thread."""
+class WorkerReports(KVConnectorWorkerMetadata):
+    """Workers to scheduler: what each rank's transfer thread counts and holds."""
 
-    by_rank: dict[int, dict[str, float]] = field(default_factory=dict)
+    by_rank: dict[int, RankReport] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerCounters:
-        """The counters of both."""
-        assert isinstance(other, WorkerCounters)
-        return WorkerCounters({**self.by_rank, **other.by_rank})
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
+        """The reports of both."""
+        assert isinstance(other, WorkerReports)
+        return WorkerReports({**self.by_rank, **other.by_rank})
 
 
 class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -196,9 +196,9 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Counters of this rank, when they changed."""
-        changed = self._worker_half.changed_counters()
-        return WorkerCounters({self._worker_half.rank: changed}) if changed is not None else None
+        """What this rank counts and holds, when that changed."""
+        changed = self._worker_half.changed_report()
+        return WorkerReports({self._worker_half.rank: changed}) if changed is not None else None
 
     def shutdown(self) -> None:
         """Stop the threads of this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from splitserve.kv_transfer.orders import StepOrders
+    from splitserve.orchestrator.engines.vllm.worker_half import RankReport
 
 COMPLETE = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
@@ -35,12 +37,12 @@ class SchedulerHalf:
         self._blocks = kv_cache_config.num_blocks
         self._live: set[str] = set()
         self._running = 0
-        self._counters_by_rank: dict[int, dict[str, float]] = {}
+        self._report_by_rank: dict[int, RankReport] = {}
         self.block_pool: BlockPool | None = None
         description = EngineDescription(
             incarnation=config.incarnation,
             fingerprint=engine_fingerprint(vllm_config, kv_cache_config),
-            control_addresses=tuple(config.control_address(r) for r in range(tensor_parallel)),
+            control_addresses=tuple(config.advertised_address(r) for r in range(tensor_parallel)),
             block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             total_blocks=self._blocks,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -99,7 +101,7 @@ class SchedulerHalf:
         self._legs.settled(output.finished_sending or (), output.finished_recving or ())
         meta = output.kv_connector_worker_meta
         if meta is not None:
-            self._counters_by_rank = {**self._counters_by_rank, **meta.by_rank}
+            self._report_by_rank = {**self._report_by_rank, **meta.by_rank}
 
     def finished(self, request: Request, blocks: int) -> bool:
         """The engine is done with the request. True when its blocks are still read for a peer."""
@@ -119,10 +121,13 @@ class SchedulerHalf:
     def _load(self) -> EngineLoad:
         """Read by the endpoint's thread: single reads of what the scheduler's thread replaces."""
         live, pool = len(self._live), self.block_pool
+        reports = list(self._report_by_rank.values())
         running = min(self._running, live)
         return EngineLoad(
             running=running,
             waiting=live - running,
             free_blocks=pool.get_num_free_blocks() if pool is not None else self._blocks,
-            rank_counters=list(self._counters_by_rank.values()),
+            rank_counters=[report.counters for report in reports],
+            rank_holdings=[report.holdings for report in reports],
+            now=monotonic(),
         )

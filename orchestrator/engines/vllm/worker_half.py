@@ -5,8 +5,9 @@ from the hooks.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from splitserve.kv_transfer.holdings import RankHoldings
 from splitserve.kv_transfer.layout import PageLayout
 from splitserve.kv_transfer.transfer_thread import TransferThread, WhenReady
 from splitserve.kv_transfer.transports.base import Region
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class RankReport(NamedTuple):
+    """What one rank's transfer thread says of itself."""
+
+    counters: dict[str, float]
+    holdings: RankHoldings
+
+
 class WorkerHalf:
     """One rank's end of the connector. Used by the worker's main thread."""
 
@@ -33,7 +41,7 @@ class WorkerHalf:
         self._layer_names = list(kv_cache_config.kv_cache_groups[0].layer_names)
         self._layer_of = {name: number for number, name in enumerate(self._layer_names)}
         self._thread: TransferThread | None = None
-        self._last_counters: dict[str, float] = {}
+        self._last_report = RankReport({}, RankHoldings())
         self.rank: int = 0
 
     def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -98,13 +106,13 @@ class WorkerHalf:
         """What has finished since the last step."""
         return self._transfers.take_results()
 
-    def changed_counters(self) -> dict[str, float] | None:
-        """The thread's counters, None when they are as at the last call."""
-        counters = self._transfers.counters()
-        if counters == self._last_counters:
+    def changed_report(self) -> RankReport | None:
+        """What the thread counts and holds, None when that is as at the last call."""
+        report = RankReport(self._transfers.counters(), self._transfers.holdings())
+        if report == self._last_report:
             return None
-        self._last_counters = counters
-        return counters
+        self._last_report = report
+        return report
 
     def stop(self) -> None:
         """End the transfer thread."""

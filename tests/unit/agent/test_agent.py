@@ -16,12 +16,15 @@ from splitserve.kv_transfer.orders import Retarget
 from splitserve.orchestrator.agent import agent as subject
 from splitserve.orchestrator.agent.agent import Agent, Life
 from splitserve.orchestrator.agent.messages import (
+    Dismiss,
     Drain,
+    EndEngine,
     FailTransfer,
     PeerDied,
     RefuseNode,
     RetargetTransfer,
     SetRole,
+    ToAgent,
     Welcome,
 )
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
@@ -40,13 +43,22 @@ class FakeEndpoint:
         self.told: list[tuple[Any, ...]] = []
         self.state = EngineStatus(running=1)
         self.error: Exception | None = None
-        self.was_asked = asyncio.Event()
+        self.questions = asyncio.Semaphore(0)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def asked(self, times: int) -> None:
+        """It has been asked so often again."""
+        for _ in range(times):
+            await self.questions.acquire()
 
     async def status(self) -> EngineStatus:
-        self.was_asked.set()
+        self.questions.release()
+        state = self.state
+        await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return self.state
+        return state
 
     async def fail_transfer(self, transfer_id: str, reason: str) -> None:
         self.told.append(("fail", transfer_id, reason))
@@ -88,6 +100,14 @@ class Rig:
         assert found is not None
         return found
 
+    async def obey(self, message: ToAgent) -> None:
+        """The router orders something, and the engine has been told of it."""
+        await self.agent._on_message(message)
+        relay = asyncio.create_task(self.agent.relay_orders())
+        async with asyncio.timeout(20):
+            await self.agent._relays.join()
+        relay.cancel()
+
     async def watch(self) -> str:
         """Report states until the agent has a reason to end."""
         endpoint: Any = self.endpoint
@@ -96,7 +116,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """With short intervals."""
     monkeypatch.setattr(subject, "STATE_INTERVAL_S", 0.002)
     return Rig(tmp_path)
@@ -104,9 +124,9 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 async def test_orders_are_relayed_to_the_engine(rig: Rig) -> None:
     """Each as the endpoint knows it."""
-    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="refused"))
-    await rig.agent._on_message(PeerDied(incarnation="P"))
-    await rig.agent._on_message(
+    await rig.obey(FailTransfer(transfer_id="t", reason="refused"))
+    await rig.obey(PeerDied(incarnation="P"))
+    await rig.obey(
         RetargetTransfer(
             transfer_id="t",
             attempt=2,
@@ -127,11 +147,24 @@ async def test_an_order_that_the_engine_does_not_take_is_said(
 ) -> None:
     """The connection to the router lives on."""
     rig.endpoint.error = OSError("10,000 orders wait")
-    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="x"))
+    await rig.obey(FailTransfer(transfer_id="t", reason="x"))
     assert "the engine did not take FailTransfer(transfer_id='t'" in caplog.text
     rig.life.endpoint = None
-    await rig.agent._on_message(PeerDied(incarnation="P"))
+    await rig.obey(PeerDied(incarnation="P"))
     assert rig.endpoint.told == [("fail", "t", "x")]
+
+
+async def test_an_engine_that_does_not_answer_holds_up_no_other_order(rig: Rig) -> None:
+    """Orders for the engine wait; the order to end it does not. Both are for one life only."""
+    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="x"))
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-older", reason="late"))
+    assert not rig.life.end.done()
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="it owes a fence"))
+    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="said again"))
+    assert rig.life.end.result() == "it owes a fence"
+    rig.life.endpoint = None
+    await rig.obey(PeerDied(incarnation="P"))
+    assert rig.endpoint.told == []
 
 
 async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:
@@ -145,24 +178,119 @@ async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:
     assert rig.status().refused == ""
 
 
-@pytest.mark.parametrize("owed", ["running", "waiting", "open_transfers", "leased_blocks"])
-async def test_a_drained_node_leaves_when_it_owes_nothing(rig: Rig, owed: str) -> None:
-    """Not before: requests, transfers and pages that a peer may still fetch."""
-    rig.endpoint.state = EngineStatus(**{owed: 1})
-    await rig.agent._on_message(Drain(deadline_s=1000))
+DISMISS = Dismiss(incarnation="decode-0-x", at_once=False)
+
+
+async def test_a_draining_engine_runs_on_until_its_node_is_dismissed(rig: Rig) -> None:
+    """An engine that owes nothing may be about to get a leg that was sent before the drain; what it
+    says counts from the dismissal on.
+    """
+    rig.endpoint.state = EngineStatus()
+    await rig.agent._on_message(Drain(incarnation="decode-0-x", restarts=False))
     assert rig.agent.phase == "draining"
     watching = asyncio.create_task(rig.watch())
-    await rig.endpoint.was_asked.wait()
-    assert not rig.agent._stop.is_set()
+    await rig.endpoint.asked(3)
+    assert not watching.done()
+    await rig.agent._on_message(DISMISS)
+    assert await watching == ""
+    assert rig.life.owed_nothing
+
+
+@pytest.mark.parametrize("owed", ["running", "waiting", "open_transfers", "leased_blocks"])
+async def test_a_dismissed_engine_ends_when_it_owes_nothing(rig: Rig, owed: str) -> None:
+    """Not before: requests, transfers and pages that a peer may still fetch."""
+    rig.endpoint.state = EngineStatus(**{owed: 1})
+    await rig.agent._on_message(DISMISS)
+    watching = asyncio.create_task(rig.watch())
+    await rig.endpoint.asked(3)
+    assert not watching.done()
     rig.endpoint.state = EngineStatus()
     assert await watching == ""
-    assert rig.agent._stop.is_set()
+    assert rig.life.is_dismissed
 
 
-async def test_a_drain_ends_with_its_deadline(rig: Rig) -> None:
-    """Whatever is owed then."""
-    await rig.agent._on_message(Drain(deadline_s=0))
+async def test_an_answer_to_an_earlier_question_does_not_end_the_engine(rig: Rig) -> None:
+    """The agent was dismissed while the engine answered: it may have got its last leg since."""
+    rig.endpoint.state = EngineStatus()
+    rig.endpoint.may_answer.clear()
+    watching = asyncio.create_task(rig.watch())
+    await rig.endpoint.asked(1)
+    await rig.agent._on_message(DISMISS)
+    rig.endpoint.state = EngineStatus(leased_blocks=1)
+    rig.endpoint.may_answer.set()
+    await rig.endpoint.asked(3)
+    assert not watching.done()
+    rig.endpoint.state = EngineStatus()
+    assert await watching == ""
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError()], ids=["owing", "silent"])
+async def test_a_drain_ends_with_its_deadline(rig: Rig, error: Exception | None) -> None:
+    """Whatever the engine owes, and whether it speaks or not."""
+    rig.endpoint.error = error
+    await rig.agent._on_message(Dismiss(incarnation="decode-0-x", at_once=True))
     assert await rig.watch() == ""
+    assert not rig.life.owed_nothing
+
+
+async def test_orders_for_an_earlier_engine_do_not_end_this_one(rig: Rig) -> None:
+    """The engine died while it drained, and this is another one."""
+    rig.endpoint.state = EngineStatus()
+    await rig.agent._on_message(Drain(incarnation="decode-0-w", restarts=False))
+    await rig.agent._on_message(Dismiss(incarnation="decode-0-w", at_once=True))
+    assert rig.agent.phase == "ready"
+    watching = asyncio.create_task(rig.watch())
+    await rig.endpoint.asked(3)
+    assert not watching.done()
+    watching.cancel()
+
+
+class Lives:
+    """Stands in for the lives of an agent's engines: each ends as told."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, *ends: dict[str, Any]) -> None:
+        self.begun = 0
+        self._rig = rig
+        self._ends = list(ends)
+        monkeypatch.setattr(rig.agent, "_live", self._live)
+        monkeypatch.setattr(rig.agent, "_sleep", self._sleep)
+        self.slept: list[float] = []
+
+    async def _live(self) -> Life:
+        self.begun += 1
+        self._rig.agent._life = None
+        engine: Any = SimpleNamespace(log=SimpleNamespace(stage=""))
+        if not self._ends:
+            self._rig.agent.stop()
+            return Life("decode-0-z", "key", 0.0, engine, was_ready=True)
+        return Life("decode-0-y", "key", 0.0, engine, was_ready=True, **self._ends.pop(0))
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+async def test_a_drained_node_leaves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent ends well, and its status says `left`; also when the engine died while draining."""
+    drain = Drain(incarnation="decode-0-y", restarts=False)
+    for is_dismissed in (True, False):
+        lives = Lives(rig, monkeypatch, {"drain": drain, "is_dismissed": is_dismissed})
+        assert await rig.agent.run() == subject.EXIT_STOPPED
+        assert lives.begun == 1
+        assert rig.status().phase == "left"
+
+
+async def test_a_drained_node_restarts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, as often as it is told to, and without a restart being counted; an engine that died
+    by itself is restarted as always.
+    """
+    drain = Drain(incarnation="decode-0-y", restarts=True)
+    drained = {"drain": drain, "is_dismissed": True}
+    limit = CONFIG.supervision.restart_limit
+    lives = Lives(rig, monkeypatch, *[drained] * (limit + 2), {"drain": drain})
+    assert await rig.agent.run() == subject.EXIT_STOPPED
+    assert lives.begun == limit + 4
+    assert lives.slept == [CONFIG.supervision.restart_delay_s]
+    assert rig.agent._restarts == 1
 
 
 async def test_an_engine_whose_endpoint_is_silent_is_ended(

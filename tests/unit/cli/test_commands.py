@@ -60,6 +60,8 @@ def test_status_without_clusters() -> None:
     assert result.exit_code == 3
     assert json.loads(result.stdout) == {"clusters": []}
     assert run("down").exit_code == 3
+    assert run("status", "--audit").exit_code == 3
+    assert run("status", "--audit", "nothing").exit_code == 3
 
 
 def test_config_list_and_show() -> None:

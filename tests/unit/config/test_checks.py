@@ -112,11 +112,12 @@ def test_ports_that_overlap_are_refused() -> None:
 def test_every_fixed_port_is_listed() -> None:
     """Router, HTTP, endpoint, and one control port per rank and node."""
     text = (
-        "engine: mock\nprefill: {replicas: 2, port_base: 9000, transfer: {port_base: 9100}, "
+        "engine: mock\nprefill: {replicas: 2, port_base: 9000, "
+        "transfer: {port_base: 9100, data_port_base: 9200}, "
         "engine_args: {tensor_parallel_size: 2}}\n"
     )
     ports = [port for port, _, _ in fixed_ports(parse(MODEL + text))]
-    assert ports == [8000, 9000, 9001, 9100, 9101, 9002, 9003, 9102, 9103]
+    assert ports == [8000, 9000, 9001, 9100, 9200, 9101, 9201, 9002, 9003, 9102, 9202, 9103, 9203]
 
 
 def test_an_open_router_needs_keys() -> None:
@@ -126,6 +127,27 @@ def test_an_open_router_needs_keys() -> None:
         "router.host: 0.0.0.0 serves the network without any key"
     )
     parse(MODEL + text + "security: {api_keys: [{tenant: a, key_env: K}]}\n")
+
+
+def test_a_tenant_has_one_weight() -> None:
+    """Its keys must agree; different tenants may differ."""
+    key = "{{tenant: {}, key_env: {}, weight: {}}}"
+    text = "engine: mock\nsecurity: {{api_keys: [{}, {}]}}\n"
+    problems = problems_of(text.format(key.format("a", "K", 1.0), key.format("a", "L", 2.0)))
+    assert problems == [
+        "security.api_keys[1].weight is 2, but an earlier key of tenant 'a' has 1: give all keys of"
+        " a tenant the same weight"
+    ]
+    config = parse(MODEL + text.format(key.format("a", "K", 1.0), key.format("b", "L", 2.0)))
+    assert [key.weight for key in config.security.api_keys] == [1.0, 2.0]
+
+
+def test_the_longest_delay_of_a_breaker_is_not_the_shortest() -> None:
+    """Both keys are named."""
+    text = "engine: mock\npolicy: {breaker: {open_s: 5.0, open_limit_s: 2.0}}\n"
+    assert problems_of(text)[0].startswith(
+        "policy.breaker.open_limit_s is 2 but policy.breaker.open_s is 5"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,26 @@ def test_each_rank_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank.warm_addresses == ("tcp://h:1",)
 
 
+def test_another_address_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens where it is told and says the advertised address, on the control channel and for
+    data; without one both are the same.
+    """
+    monkeypatch.setenv(SECRET_ENV, "ab" * 16)
+    told = {"control_host": "10.0.0.1", "advertise_host": "192.0.2.7", "data_port_base": 7000}
+    config = connector_config({**SETTINGS, **told})
+    assert config.advertised_address(1) == "tcp://192.0.2.7:6001"
+    rank = config.transfer_settings(1, 2)
+    assert rank.control_address == "tcp://10.0.0.1:6001"
+    assert rank.transport_settings == {
+        "host": "10.0.0.1",
+        "advertised_host": "192.0.2.7",
+        "port": 7001,
+    }
+    plain = connector_config(SETTINGS)
+    assert plain.advertised_address(0) == plain.control_address(0)
+    assert plain.transfer_settings(0, 1).transport_settings["port"] == 0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -17,10 +17,11 @@ prefill:
   replicas: 2
   cpus: [[0, 1], [2, 3]]
   port_base: 9000
+  advertise_host: 10.1.2.3
   kv_cache_bytes: 1 GB
   engine_args: {{tensor_parallel_size: 2, max_model_len: 4096{more}}}
   env: {{EXTRA: "1"}}
-  transfer: {{transport: tcp, port_base: 9100, lease_s: 7, deadline_s: 60}}
+  transfer: {{transport: tcp, port_base: 9100, data_port_base: 9300, lease_s: 7, deadline_s: 60}}
 decode:
   cpus: [[4]]
   transfer: {{transport: tcp, port_base: 9200}}
@@ -56,11 +57,15 @@ def test_flags_that_every_engine_gets(engine: str) -> None:
         "transport": "tcp",
         "control_host": "127.0.0.1",
         "control_port_base": 9102,
+        "advertise_host": "10.1.2.3",
+        "data_port_base": 9302,
         "endpoint_port": 9003,
         "incarnation": "prefill-1-abc",
         "lease_s": 7,
         "transfer_deadline_s": 60,
         "retarget_wait_s": 2.0,
+        "fence_timeout_s": 30.0,
+        "quarantine_limit_bytes": 2**28,
         "stream_min_bytes": 2**20,
         "node": "prefill-1",
         "role": "prefill",
@@ -101,7 +106,7 @@ def test_decode_nodes_know_the_prefill_nodes() -> None:
     """Every rank of every prefill node, to introduce themselves before the first request."""
     command = command_of("decode-0")
     settings = json.loads(value(command, "--kv-transfer-config"))["kv_connector_extra_config"]
-    assert settings["warm_addresses"] == [f"tcp://127.0.0.1:{port}" for port in range(9100, 9104)]
+    assert settings["warm_addresses"] == [f"tcp://10.1.2.3:{port}" for port in range(9100, 9104)]
 
 
 def test_unknown_engine_args_become_flags() -> None:

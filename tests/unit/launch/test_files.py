@@ -62,14 +62,34 @@ def test_records_are_private_and_listed(state: Path) -> None:
 
 
 def test_a_new_run_forgets_the_old_one(state: Path) -> None:
-    """Statuses and incarnations of the last run are gone, the configuration is private."""
+    """Statuses, incarnations and wishes of the last run are gone; the configuration and the token
+    are private.
+    """
     files = ClusterFiles("a")
-    files.begin_run("{}")
+    files.begin_run("{}", "old")
+    files.wish_for("prefill-0")
     (files.run_dir / "prefill-0.status.json").write_text("old")
     (files.run_dir / "prefill-0.incarnation").write_text("old")
-    files.begin_run("{}")
-    assert sorted(path.name for path in files.run_dir.iterdir()) == ["logs", "resolved.json"]
+    files.begin_run("{}", "new")
+    names = sorted(path.name for path in files.run_dir.iterdir())
+    assert names == ["logs", "operator.token", "resolved.json"]
     assert files.config_path.stat().st_mode & 0o777 == 0o600
+    assert files.token_path.stat().st_mode & 0o777 == 0o600
+    assert files.token_path.read_text() == "new"
+    files.remove_record()
+    assert not files.token_path.exists()
+
+
+def test_a_wish_is_taken_once(state: Path) -> None:
+    """A node is started again when somebody asked for it, and once for each time."""
+    files = ClusterFiles("a")
+    files.begin_run("{}", "token")
+    assert not files.is_wished("prefill-0")
+    files.wish_for("prefill-0")
+    assert files.is_wished("prefill-0")
+    assert not files.is_wished("prefill-1")
+    files.take_wish("prefill-0")
+    assert not files.is_wished("prefill-0")
 
 
 def test_a_damaged_record_is_no_record(state: Path) -> None:

@@ -6,7 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from router_stubs.cluster import until
 
+from splitserve.orchestrator.agent.status_file import status_path
 from splitserve.orchestrator.config import parse
 from splitserve.orchestrator.launch import local
 from splitserve.orchestrator.launch.files import ClusterFiles
@@ -83,6 +85,26 @@ async def test_a_child_that_nobody_watches_is_failed(
     await rig.keep()
     assert rig.launcher.failure() is not None
     assert "not watched any more: RuntimeError('no thread left')" in rig.said[-1]
+
+
+@pytest.mark.parametrize("state", ["left", "failed"])
+async def test_a_node_that_is_down_is_started_again_when_it_is_wished(rig: Rig, state: str) -> None:
+    """With a new budget, without the status that its last agent wrote; others stay down."""
+    files, launcher = rig.launcher.files, rig.launcher
+    files.begin_run("{}", "token")
+    child, other = launcher._agents["prefill-0"], launcher._agents["decode-0"]
+    child.argv, child.state, other.state = ["true"], state, state
+    spent = child.budget
+    status_path(files.run_dir, "prefill-0").write_text("old")
+    files.wish_for("prefill-0")
+    wishes = asyncio.create_task(launcher._grant_wishes())
+    await until(lambda: child.keeper is not None and child.keeper.done(), 20)
+    wishes.cancel()
+    assert not files.is_wished("prefill-0")
+    assert not status_path(files.run_dir, "prefill-0").exists()
+    assert child.budget is not spent
+    assert rig.said == ["prefill-0 is started again", "prefill-0 has left the cluster"]
+    assert (child.exit_status, other.process) == (0, None)
 
 
 def test_a_log_is_bounded_on_a_full_disk_too(

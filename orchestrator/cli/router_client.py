@@ -1,0 +1,81 @@
+"""The router's routes for operators, as the command line asks them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import click
+
+from splitserve.orchestrator.cli.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+
+_TIMEOUT_S = 10.0
+
+
+class RouterSilentError(click.ClickException):
+    """The router does not answer, or not as this version does; the message says what happened."""
+
+    exit_code = EXIT_FAILED
+
+
+class RouterClient:
+    """Asks the router of a running cluster with the token that its ``up`` has left."""
+
+    def __init__(self, files: ClusterFiles, record: ClusterRecord) -> None:
+        self._files = files
+        self._url = record.url
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """What the router knows of each node that takes part, by name."""
+        status, answer = self._ask("GET", "/internal/status", None)
+        if status != 200:
+            raise RouterSilentError(f"the router answers {status} to a question for its status")
+        nodes: dict[str, dict[str, Any]] = answer["nodes"]
+        return nodes
+
+    def drain(
+        self, node: str, *, restart: bool, force: bool, timeout_s: float | None
+    ) -> tuple[str, str]:
+        """(verdict, message): ``draining``, ``unknown_node`` or ``last_decode_node``."""
+        body = {"restart": restart, "force": force, "timeout_s": timeout_s}
+        path = f"/internal/nodes/{quote(node, safe='')}/drain"
+        status, answer = self._ask("POST", path, json.dumps(body))
+        if "verdict" not in answer:
+            raise RouterSilentError(f"the router answers {status}: {answer}")
+        return answer["verdict"], answer["message"]
+
+    def audit(self) -> dict[str, Any]:
+        """What engines hold and the router does not know of, or the other way round."""
+        status, answer = self._ask("GET", "/internal/audit", None)
+        if status != 200:
+            raise RouterSilentError(
+                f"the router answers {status} to a question for its audit: {answer}"
+            )
+        return answer
+
+    def _ask(self, method: str, path: str, body: str | None) -> tuple[int, dict[str, Any]]:
+        parts = urlsplit(self._url)
+        assert parts.hostname is not None
+        headers = {
+            "Authorization": f"Bearer {self._files.token_path.read_text()}",
+            "Content-Type": "application/json",
+        }
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RouterSilentError(
+                f"the router on {self._url} does not answer: {error}"
+            ) from error
+        finally:
+            connection.close()
+        if not isinstance(answer, dict):
+            raise RouterSilentError(f"the router answers {answer!r}")
+        return response.status, answer

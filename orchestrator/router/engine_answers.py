@@ -1,0 +1,200 @@
+"""What the engines answer to a request's two legs, told to the core and passed on as it allows.
+
+A streamed answer is held until the decode engine's first whole data event, so that an engine's
+error in its first event still becomes an HTTP status; after that bytes are passed on as they come,
+unparsed. An answer that is not streamed is held until it is complete (up to ``HELD_LIMIT_BYTES``),
+so that an engine that dies in the middle of it is a 5xx and not half an answer.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import orjson
+
+from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.router.sent_tokens import BrokenStreamError
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.engine_client import Leg, RawHeaders
+    from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.sent_tokens import SentTokens
+
+HELD_LIMIT_BYTES = 32 * 2**20
+"""Most of an unstreamed answer that is held back until it is complete."""
+FIRST_EVENT_LIMIT_BYTES = 16 * 2**20
+"""Most of a stream that is held back until its first data event."""
+
+
+class PrefillListener:
+    """Reads the prefill engine's answer and drops it; its status and time go to the core."""
+
+    def __init__(self, driver: CoreDriver, request_id: str, attempt: int) -> None:
+        self._driver = driver
+        self._request_id = request_id
+        self._attempt = attempt
+        self._status = 0
+
+    def head_received(self, status: int, headers: RawHeaders) -> None:
+        self._status = status
+
+    def body_received(self, data: bytes, is_last: bool) -> None:
+        pass
+
+    def ended(self) -> None:
+        self._driver.tell(ev.PrefillAnswered(self._request_id, self._attempt, self._status))
+
+    def failed(self, reason: str) -> None:
+        self._driver.tell(ev.PrefillFailed(self._request_id, self._attempt, reason))
+
+
+class DecodeAnswer:
+    """The decode engine's answer of one attempt: held until it may go out, then passed on."""
+
+    def __init__(
+        self, driver: CoreDriver, exchange: Exchange, attempt: int, sent: SentTokens | None
+    ) -> None:
+        self.leg: Leg | None = None
+        self.status = 0
+        self.headers: RawHeaders = []
+        self.is_event_stream = False
+        self.heard_at = monotonic()
+        """When the engine last sent something."""
+        self._driver = driver
+        self._exchange = exchange
+        self._attempt = attempt
+        self._sent = sent
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._is_relaying = False
+
+    def fail_if_silent(self, limit_s: float) -> None:
+        """The leg has failed if the engine has sent nothing for so long."""
+        if monotonic() - self.heard_at >= limit_s:
+            self._fail(f"its node is silent and sent nothing for {limit_s:g} s")
+
+    def take(self) -> bytes:
+        """What is held, once."""
+        held, self._held, self._held_bytes = b"".join(self._held), [], 0
+        return held
+
+    def head_received(self, status: int, headers: RawHeaders) -> None:
+        self.status, self.headers = status, headers
+        content_type = next((v for n, v in headers if n == b"content-type"), b"")
+        self.is_event_stream = status < 400 and content_type.startswith(b"text/event-stream")
+
+    def body_received(self, data: bytes, is_last: bool) -> None:
+        self.heard_at = monotonic()
+        if self._is_relaying:
+            self._relay(data, is_last)
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self.is_event_stream:
+            self._look_at_first_event(is_last)
+        elif self._held_bytes > HELD_LIMIT_BYTES:
+            if self.status >= 400:
+                self._fail("its error answer is too large")
+            else:
+                self._start_relaying(None, is_last)
+
+    def ended(self) -> None:
+        if self._is_relaying and self._sent is not None and not self._sent.is_complete:
+            self.failed("its stream ended before its end")
+        elif self._is_relaying:
+            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
+            self._exchange.finish_answer()
+        elif self.status >= 400:
+            self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
+        elif self.is_event_stream or not self._held_bytes:
+            self.failed("the answer ended without any data")
+        else:
+            self._start_relaying(self._held_bytes, True)
+            self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
+            self._exchange.finish_answer()
+
+    def failed(self, reason: str) -> None:
+        if self._is_relaying and self._sent is not None and self._sent.is_finished:
+            self._exchange.finish_with_tail(self._attempt)
+            return
+        self._driver.tell(ev.DecodeFailed(self._exchange.id, self._attempt, reason))
+
+    def _look_at_first_event(self, is_last: bool) -> None:
+        held = self.take()
+        self._held, self._held_bytes = [held], len(held)
+        event = first_data_event(held)
+        if event is None:
+            if len(held) > FIRST_EVENT_LIMIT_BYTES:
+                self._fail("the stream does not begin with an event")
+            return
+        refusal = error_in_event(event)
+        if refusal is None:
+            self._start_relaying(None, is_last)
+            return
+        self.status, body = refusal
+        self._held, self._held_bytes = [body], len(body)
+        self.headers = [(b"content-type", b"application/json")]
+        self._stop()
+        self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
+
+    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> None:
+        self._is_relaying = True
+        self._driver.tell(ev.FirstDataArrived(self._exchange.id, self._attempt))
+        self._exchange.send_answer_head(body_bytes)
+        self._relay(self.take(), is_last)
+
+    def _relay(self, data: bytes, is_last: bool) -> None:
+        if self._sent is not None:
+            try:
+                data = self._sent.feed(data)
+            except BrokenStreamError as error:
+                self._fail(str(error))
+                return
+            if self._sent.is_followed:
+                is_last = is_last and self._sent.is_complete
+            else:
+                self._sent = None
+        self._exchange.send_answer_body(data, is_last)
+
+    def _fail(self, reason: str) -> None:
+        self._stop()
+        self.failed(reason)
+
+    def _stop(self) -> None:
+        if self.leg is not None:
+            self.leg.cancel()
+
+
+def first_data_event(held: bytes) -> bytes | None:
+    """The first complete event with data at the start of a stream (comments are passed over), None
+    while there is none.
+    """
+    start = 0
+    while True:
+        end = held.find(b"\n\n", start)
+        crlf = held.find(b"\r\n\r\n", start, end if end >= 0 else len(held))
+        if crlf >= 0:
+            end, size = crlf, 4
+        elif end >= 0:
+            size = 2
+        else:
+            return None
+        event = held[start:end]
+        if event.startswith(b"data:") or b"\ndata:" in event:
+            return event
+        start = end + size
+
+
+def error_in_event(event: bytes) -> tuple[int, bytes] | None:
+    """(status, JSON body) when the event says that the engine has failed instead of answering."""
+    data = event[event.index(b"data:") + 5 :].strip()
+    if not data.startswith(b'{"error"'):
+        return None
+    try:
+        error = orjson.loads(data)["error"]
+    except orjson.JSONDecodeError:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if type(code) is int and 400 <= code <= 599 else 500, data

@@ -1,0 +1,32 @@
+"""Two minutes of chaos on a cluster of mock engines: every kind of fault at least once, and the
+bars of `make chaos`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from chaos.faults import KINDS, LAST_KIND
+from chaos.run import Plan, explain, torment
+from chaos.verdict import Outcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECONDS = 100.0
+MINIMUM_REQUESTS = 500
+
+
+@pytest.mark.timeout(900)
+async def test_two_minutes_of_chaos(tmp_path: Path) -> None:
+    """No hang, no wrong text, nothing left behind, every failure an OpenAI error, and the share of
+    saved requests; a failure prints the seed and the stories.
+    """
+    plan = Plan(seed=20_26, seconds=SECONDS, round_s=SECONDS, each_kind=True)
+    result = await torment(plan, tmp_path)
+    assert not result.verdict.violations, explain(result)
+    assert {fault.kind for fault in result.faults} == {*KINDS, LAST_KIND}
+    outcomes = [one.outcome for one in result.verdict.judged]
+    assert outcomes.count(Outcome.OK) > MINIMUM_REQUESTS
+    assert Outcome.LEFT in outcomes
