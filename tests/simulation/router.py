@@ -260,6 +260,10 @@ class Router:
         client = self.clients[request_id]
         if len(client.tokens) < client.max_tokens:
             return False
+        for kind in ("prefill", "decode"):  # The core may cancel what was never sent.
+            self.legs[request_id, attempt, kind] = Leg(
+                request_id, attempt, kind, "", "", is_over=True
+            )
         self.tell(ev.FirstDataArrived(request_id, attempt))
         self.tell(ev.DecodeEnded(request_id, attempt))
         return True
