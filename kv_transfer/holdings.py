@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from splitserve.kv_transfer.session_send import SinkState
+from splitserve.kv_transfer.transfer_lifecycle import SendState, SinkState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -216,7 +216,7 @@ def _state_of_send(session: SendSession) -> str:
         return FENCING
     if SinkState.WRITING in states:
         return WRITING
-    if session.closed is not None:
+    if session.state is not SendState.OPEN:
         return LEASED
     return DELIVERED if states else WAITS_FOR_GRANT
 

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from splitserve.kv_transfer.messages import Cancel, Delivered, Fenced, Grant, Landed, Writing
+from splitserve.kv_transfer.messages import Cancel, Delivered, Fenced, Landed, Writing
 from splitserve.kv_transfer.session_receive import (
     Expect,
     Finish,
@@ -33,11 +33,12 @@ from splitserve.kv_transfer.session_receive import (
     ReceiveEffect,
     ReceiveSession,
     Revoke,
-    Source,
-    SourceState,
     Tell,
     TellOnce,
 )
+from splitserve.kv_transfer.transfer_lifecycle import ReceiveState, SourceState
+from splitserve.kv_transfer.transfer_lifecycle import ReceiveTrigger as Trigger
+from splitserve.kv_transfer.transfer_story import Moment
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.orders import BeginReceive, Decline, Retarget
@@ -78,6 +79,7 @@ class ReceiveBook:
         self._deadline_s = deadline_s
         self._retarget_wait_s = retarget_wait_s
         self._tags = first_tag
+        self._moment = Moment()
         self._sessions: dict[tuple[str, int], ReceiveSession] = {}
         """By transfer id and attempt: an old attempt may still wait for its fence."""
         self._by_request: dict[str, tuple[str, int]] = {}
@@ -105,43 +107,37 @@ class ReceiveBook:
 
         ``is_callable`` is False when a rank that it names cannot even be called.
         """
+        self._moment.now = now
         key = (order.transfer_id, order.attempt)
-        session = ReceiveSession(
-            transfer_id=order.transfer_id,
-            request_id=order.request_id,
-            attempt=order.attempt,
-            peer_incarnation=order.peer_incarnation,
-            first_block=order.first_block,
-            block_ids=order.block_ids,
-            prompt_tokens=order.prompt_tokens,
-            prompt_hash=order.prompt_hash,
+        session = ReceiveSession.reserved(
+            order,
             heads=self._heads,
             deadline=now + self._deadline_s,
-            sources={address: Source() for address in order.peer_addresses},
-            times={"reserved": now},
             is_retargetable=self._retarget_wait_s > 0,
+            moment=self._moment,
         )
         if key in self._sessions:
-            session.cancel("this attempt of the transfer is open here already")
+            session.cancel("this attempt of the transfer is open here already", Trigger.GIVEN_UP)
             return self._finish(session)
+        self._add(session)
         why_not = self._given_up.pop(order.transfer_id, None)
-        if why_not is None and not is_callable:
-            why_not = "a prefill rank cannot be called"
         if why_not is not None:
-            session.is_retargetable = False
-        return self._start(session, now, why_not)
+            return self._abandon(session, why_not, now, Trigger.GIVEN_UP)
+        if not is_callable:
+            reason = "a prefill rank cannot be called"
+            return self._abandon(session, reason, now, Trigger.CONNECTION_LOST)
+        return self._start(session, now)
 
-    def _start(
-        self, session: ReceiveSession, now: float, why_not: str | None = None
-    ) -> list[ReceiveEffect]:
-        """Grant the session's pages to who is introduced; with ``why_not`` cancel it instead."""
+    def _add(self, session: ReceiveSession) -> None:
         key = (session.transfer_id, session.attempt)
         self._sessions[key] = session
         self._by_request[session.request_id] = key
+
+    def _start(self, session: ReceiveSession, now: float) -> list[ReceiveEffect]:
+        """Grant the session's pages to who is introduced."""
         if session.peer_incarnation in self._dead:
-            why_not = why_not or "the prefill engine is gone"
-        if why_not is not None:
-            return self._cancel(session, why_not, now)
+            reason = "the prefill engine is gone"
+            return self._cancel(session, reason, now, Trigger.WRITER_DEAD)
         effects: list[ReceiveEffect] = []
         for address in session.sources:
             introduced = self._introduced.get(address)
@@ -156,6 +152,7 @@ class ReceiveBook:
         """Another prefill node computes the prompt: it is granted the pages once the one before
         may not write any more. Declined where nobody waits for them.
         """
+        self._moment.now = now
         waiting = [s for s in self._where(transfer_id=order.transfer_id) if s.is_retargetable]
         if not waiting or waiting[-1].attempt >= order.attempt:
             reason = "the decode node computes the prompt itself"
@@ -163,34 +160,22 @@ class ReceiveBook:
             return [TellOnce(address, cancel) for address in order.peer_addresses]
         session = waiting[-1]
         session.successor = order
-        return self._cancel(session, order.reason, now)
+        return self._cancel(session, order.reason, now, Trigger.RETARGETED)
 
     def _succeed(self, session: ReceiveSession, order: Retarget, now: float) -> list[ReceiveEffect]:
         """The pages of an ended attempt are granted to the next writer."""
         self.counters["retargeted_receives"] += 1
-        following = ReceiveSession(
-            transfer_id=session.transfer_id,
-            request_id=session.request_id,
-            attempt=order.attempt,
-            peer_incarnation=order.peer_incarnation,
-            first_block=session.first_block,
-            block_ids=session.block_ids,
-            prompt_tokens=session.prompt_tokens,
-            prompt_hash=session.prompt_hash,
-            heads=self._heads,
-            deadline=session.deadline,
-            sources={address: Source() for address in order.peer_addresses},
-            times={"reserved": session.times["reserved"], "retargeted": now},
-            is_retargetable=True,
-        )
+        following = session.handed_on(order)
+        self._add(following)
         return self._start(following, now)
 
     def cancel(self, request_id: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The engine has aborted the request."""
+        self._moment.now = now
         key = self._by_request.get(request_id)
         if key is not None:
             self._sessions[key].keeps = True
-            return self._abandon(self._sessions[key], reason, now)
+            return self._abandon(self._sessions[key], reason, now, Trigger.CANCELLED)
         landed = self._unacknowledged.pop(request_id, None)
         if landed is None:
             return []
@@ -209,10 +194,14 @@ class ReceiveBook:
 
     def give_up(self, transfer_id: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The prefill leg will not come; also when that is known before the decode leg is here."""
+        self._moment.now = now
         sessions = self._where(transfer_id=transfer_id)
         if not sessions:
             _remember(self._given_up, transfer_id, reason, GIVEN_UP_LIMIT_TRANSFERS)
-        return [e for session in sessions for e in self._abandon(session, reason, now)]
+        effects: list[ReceiveEffect] = []
+        for session in sessions:
+            effects += self._abandon(session, reason, now, Trigger.GIVEN_UP)
+        return effects
 
     def decline(self, decline: Decline) -> list[ReceiveEffect]:
         """This engine computes a prompt itself: whoever prefills it need not keep it."""
@@ -229,6 +218,7 @@ class ReceiveBook:
 
     def welcomed(self, address: str, introduced: Introduced, now: float) -> list[ReceiveEffect]:
         """The rank at that address may write to us from now on, if it is given pages."""
+        self._moment.now = now
         self._introduced[address] = introduced
         self._refused.discard(address)
         effects: list[ReceiveEffect] = []
@@ -237,39 +227,43 @@ class ReceiveBook:
             if state is SourceState.UNKNOWN:
                 effects += self._grant(session, address, now)
             elif session.peer_incarnation != introduced.incarnation:
-                session.cancel("the prefill engine was restarted")
+                session.cancel("the prefill engine was restarted", Trigger.WRITER_RESTARTED)
             effects += self._go_on(session, now)
         return effects
 
     def turned_away(self, address: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The rank answered our hello with a refusal: nobody waits for its introduction."""
+        self._moment.now = now
         self._refused.add(address)
         effects: list[ReceiveEffect] = []
         for session in self._where(address=address):
             if address in session.unasked:
-                effects += self._cancel(session, reason, now)
+                effects += self._cancel(session, reason, now, Trigger.TURNED_AWAY)
         return effects
 
     def lost(self, address: str, reason: str, now: float) -> list[ReceiveEffect]:
         """The introduction holds no more; ranks that were not granted anything are waited for."""
+        self._moment.now = now
         self._introduced.pop(address, None)
         effects: list[ReceiveEffect] = []
         for session in self._where(address=address):
             if address in session.unfenced:
-                effects += self._cancel(session, reason, now)
+                effects += self._cancel(session, reason, now, Trigger.CONNECTION_LOST)
         return effects
 
     def process_gone(self, address: str, incarnation: str, now: float) -> list[ReceiveEffect]:
         """That rank's process has ended; its engine grants nothing any more."""
+        self._moment.now = now
         for session in self._where(incarnation=incarnation, address=address):
-            session.ended(address, "the prefill engine's process is gone")
+            session.ended(address, "the prefill engine's process is gone", Trigger.WRITER_DEAD)
         return self._bury(incarnation, now)
 
     def incarnation_gone(self, incarnation: str, now: float) -> list[ReceiveEffect]:
         """Every process of an engine is proven dead: it writes nothing any more."""
+        self._moment.now = now
         for session in self._where(incarnation=incarnation):
             for address in session.sources:
-                session.ended(address, "the prefill engine is gone")
+                session.ended(address, "the prefill engine is gone", Trigger.WRITER_DEAD)
         return self._bury(incarnation, now)
 
     # -- what peers say ------------------------------------------------------------------------
@@ -282,6 +276,7 @@ class ReceiveBook:
         now: float,
     ) -> list[ReceiveEffect] | None:
         """A rank speaks of a transfer. None when it is not the engine that was given the pages."""
+        self._moment.now = now
         session = self._sessions.get((message.transfer_id, message.attempt))
         if session is None or session.peer_incarnation != incarnation:
             return None
@@ -294,25 +289,28 @@ class ReceiveBook:
             session.delivered(address, message.pages, message.bytes)
         else:
             session.is_retargetable = session.is_retargetable and not message.refused
-            session.ended(address, message.reason)
+            trigger = Trigger.REFUSED if message.refused else Trigger.FENCED
+            session.ended(address, message.reason, trigger)
         return self._go_on(session, now)
 
     def revoked(self, session: ReceiveSession, address: str, now: float) -> list[ReceiveEffect]:
         """The transport promises that nothing lands under the revoked tag any more."""
-        session.ended(address, session.cancel_reason or "the transport ended the writer")
+        self._moment.now = now
+        reason = session.cancel_reason or "the transport ended the writer"
+        session.ended(address, reason, Trigger.REVOKED)
         return self._settle(session, now)
 
     # -- time ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[ReceiveEffect]:
         """What time alone brings."""
+        self._moment.now = now
         effects: list[ReceiveEffect] = []
         for session in list(self._sessions.values()):
             if session.cancel_reason is None and session.deadline <= now:
                 self.counters["expired_receives"] += 1
-                effects += self._abandon(
-                    session, f"not delivered within {self._deadline_s:g} s", now
-                )
+                reason = f"not delivered within {self._deadline_s:g} s"
+                effects += self._abandon(session, reason, now, Trigger.DEADLINE)
             elif session.held_until is not None:
                 effects += self._settle(session, now)
             elif session.cancel_reason and now - session.fence_asked_at >= FENCE_INTERVAL_S:
@@ -353,7 +351,8 @@ class ReceiveBook:
         ):
             return []
         if introduced.incarnation != session.peer_incarnation:
-            session.ended(address, "the prefill engine was restarted meanwhile")
+            reason = "the prefill engine was restarted meanwhile"
+            session.ended(address, reason, Trigger.WRITER_RESTARTED)
             return []
         if not introduced.heads:
             session.absent(address)
@@ -362,16 +361,7 @@ class ReceiveBook:
         pages = self._layers * len(session.block_ids)
         session.granted(address, self._tags, pages, introduced.heads)
         session.times.setdefault("granted", now)
-        grant = Grant(
-            transfer_id=session.transfer_id,
-            attempt=session.attempt,
-            tag=self._tags,
-            first_block=session.first_block,
-            block_ids=session.block_ids,
-            prompt_tokens=session.prompt_tokens,
-            prompt_hash=session.prompt_hash,
-            grants_expected=introduced.grants_expected,
-        )
+        grant = session.grant_for(address, introduced.grants_expected)
         return [Expect(self._tags, session.block_ids), Tell(address, grant)]
 
     def _go_on(self, session: ReceiveSession, now: float) -> list[ReceiveEffect]:
@@ -380,12 +370,20 @@ class ReceiveBook:
             return self._cancel(session, session.cancel_reason, now)
         return self._settle(session, now)
 
-    def _abandon(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
+    def _abandon(
+        self, session: ReceiveSession, reason: str, now: float, trigger: Trigger
+    ) -> list[ReceiveEffect]:
         """Nobody waits for the pages any more."""
         session.is_retargetable, session.successor = False, None
-        return self._cancel(session, reason, now)
+        return self._cancel(session, reason, now, trigger)
 
-    def _cancel(self, session: ReceiveSession, reason: str, now: float) -> list[ReceiveEffect]:
+    def _cancel(
+        self,
+        session: ReceiveSession,
+        reason: str,
+        now: float,
+        trigger: Trigger = Trigger.FENCE_ASKED,
+    ) -> list[ReceiveEffect]:
         """Take the pages back: at once where the transport can, else when the writer has fenced."""
         cancel = Cancel(
             transfer_id=session.transfer_id,
@@ -394,7 +392,7 @@ class ReceiveBook:
             keeps=session.keeps,
         )
         effects: list[ReceiveEffect] = [TellOnce(address, cancel) for address in session.unasked]
-        session.cancel(reason)
+        session.cancel(reason, trigger)
         session.fence_asked_at = now
         if session.quarantined_since is None and session.is_quarantined:
             session.quarantined_since = now
@@ -416,6 +414,7 @@ class ReceiveBook:
         if session.outcome == "failed" and session.is_retargetable and successor is None:
             if session.held_until is None:
                 session.held_until = now + self._retarget_wait_s
+                session.move(Trigger.SETTLED, ReceiveState.HELD, session.failure)
             if now < session.held_until:
                 return []
         del self._sessions[key]
@@ -448,6 +447,8 @@ class ReceiveBook:
 
     def _finish(self, session: ReceiveSession) -> list[ReceiveEffect]:
         landed = session.outcome == "landed"
+        to = ReceiveState.LANDED if landed else ReceiveState.FAILED
+        session.move(Trigger.SETTLED, to, session.failure)
         if landed:
             self.counters["received_transfers"] += 1
             self.counters["received_pages"] += session.pages
@@ -461,7 +462,8 @@ class ReceiveBook:
         _remember(self._dead, incarnation, None, DEAD_LIMIT_INCARNATIONS)
         effects: list[ReceiveEffect] = []
         for session in self._where(incarnation=incarnation):
-            effects += self._cancel(session, "the prefill engine is gone", now)
+            reason = "the prefill engine is gone"
+            effects += self._cancel(session, reason, now, Trigger.OTHER_RANK_ENDED)
         return effects
 
     def _where(

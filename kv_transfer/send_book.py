@@ -22,33 +22,26 @@ transport are taken at their word.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from splitserve.kv_transfer.messages import Delivered, Fenced, Grant, Writing
 from splitserve.kv_transfer.session_send import (
+    Offer,
     Release,
     Say,
     SendEffect,
     SendSession,
     Sink,
-    SinkState,
     Write,
     split,
 )
+from splitserve.kv_transfer.transfer_lifecycle import SendState, SinkState
+from splitserve.kv_transfer.transfer_lifecycle import SendTrigger as Trigger
+from splitserve.kv_transfer.transfer_story import Moment, Story
 
 ENDED_LIMIT_TRANSFERS = 10_000
 """Ended transfers that are remembered, to answer a late grant at once."""
 EARLY_LIMIT_GRANTS = 10_000
 """Grants that may wait for their request; further ones are refused."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A grant that waits: for its request, or for the fence of the attempt before it."""
-
-    grant: Grant
-    page_bytes: int
-    until: float
 
 
 class SendBook:
@@ -61,6 +54,7 @@ class SendBook:
         self._stream_min_bytes = stream_min_bytes
         self._write_limit_bytes = write_limit_bytes
         self._lease_s = lease_s
+        self._moment = Moment()
         self._sessions: dict[str, SendSession] = {}
         self._by_request: dict[str, str] = {}
         self._early: dict[tuple[str, str], Offer] = {}
@@ -95,13 +89,14 @@ class SendBook:
             total_blocks=total_blocks,
             source_blocks=[],
             final=[0] * self._layers,
+            moment=self._moment,
         )
         session.abandoned = self._ended.pop(transfer_id, None) is not None
         self._sessions[transfer_id] = session
         self._by_request[request_id] = transfer_id
         effects: list[SendEffect] = []
         for key in self._early_keys(transfer_id):
-            effects += self._accept(session, key[1], self._early.pop(key))
+            effects += self._accept(session, self._early.pop(key))
         return effects
 
     def blocks_known(self, transfer_id: str, source_blocks: list[int]) -> None:
@@ -133,12 +128,13 @@ class SendBook:
         session = self._session_of(request_id)
         if session is None:
             return []
-        session.closed = "aborted" if aborted or not session.is_final else "complete"
-        session.closed_at = now
-        effects: list[SendEffect] = []
-        if session.closed == "aborted":
-            effects += self._fence_all(session, "the prefill request was aborted")
-        return effects + self._settle(session)
+        self._moment.now = session.closed_at = now
+        if session.is_final and not aborted:
+            session.move(Trigger.COMPUTED, SendState.LEASED)
+            return self._settle(session)
+        reason = "the prefill request was aborted"
+        session.move(Trigger.ABORTED, SendState.ABORTED)
+        return [*self._fence_all(session, Trigger.ABORTED, reason), *self._settle(session)]
 
     def abandon(self, transfer_id: str, reason: str) -> list[SendEffect]:
         """Nobody wants this transfer any more (the decode leg was refused or is lost)."""
@@ -146,24 +142,27 @@ class SendBook:
         if session is None:
             self._remember_end(transfer_id, reason)
             return [
-                _fenced(key[1], self._early.pop(key).grant, reason)
+                self._end_offer(key, Trigger.GIVEN_UP, reason)
                 for key in self._early_keys(transfer_id)
             ]
         session.abandoned = True
-        return [*self._fence_all(session, reason), *self._settle(session)]
+        fences = self._fence_all(session, Trigger.GIVEN_UP, reason)
+        return [*fences, *self._settle(session)]
 
     # -- what peers say ----------------------------------------------------------------------------
 
     def granted(self, peer: str, grant: Grant, page_bytes: int, now: float) -> list[SendEffect]:
         """A decode rank gave pages."""
-        offer = Offer(grant, page_bytes, now + self._lease_s)
+        self._moment.now = now
+        story = Story(grant.transfer_id, grant.attempt, self._moment)
+        offer = Offer(peer, grant, page_bytes, now + self._lease_s, story)
         session = self._sessions.get(grant.transfer_id)
         if session is not None:
-            return self._accept(session, peer, offer)
+            return self._accept(session, offer)
         ended = self._ended.get(grant.transfer_id)
         if ended is not None:
             return [_fenced(peer, grant, ended)]
-        return self._keep(peer, offer)
+        return self._keep(offer)
 
     def cancelled(
         self, peer: str, transfer_id: str, attempt: int, reason: str, *, keeps: bool = False
@@ -174,7 +173,7 @@ class SendBook:
         fence = Say(peer, Fenced(transfer_id=transfer_id, attempt=attempt, reason=reason))
         offer = self._early.get((transfer_id, peer))
         if offer is not None and offer.grant.attempt <= attempt:
-            del self._early[transfer_id, peer]
+            self._end_offer((transfer_id, peer), Trigger.CANCELLED, reason)
             offer = None
         session = self._sessions.get(transfer_id)
         if session is None:
@@ -188,9 +187,9 @@ class SendBook:
             return [fence, *self._settle(session)]
         sink.is_dropped = keeps
         if sink.state in (SinkState.DELIVERED, SinkState.ENDED):
-            sink.state = SinkState.ENDED
+            sink.move(Trigger.CANCELLED, SinkState.ENDED, reason)
             return [fence, *self._settle(session)]
-        return [*self._fence(session, sink, reason), *self._settle(session)]
+        return [*self._fence(session, sink, Trigger.CANCELLED, reason), *self._settle(session)]
 
     def landed(self, peer: str, transfer_id: str, attempt: int) -> list[SendEffect]:
         """The decode rank has counted its pages and computed with them."""
@@ -199,7 +198,7 @@ class SendBook:
         if session is None or sink is None or sink.grant.attempt != attempt:
             return []
         if sink.state is SinkState.DELIVERED:
-            sink.state = SinkState.ENDED
+            sink.move(Trigger.LANDED, SinkState.ENDED)
         return self._settle(session)
 
     def peer_lost(self, peer: str, reason: str) -> list[SendEffect]:
@@ -208,14 +207,14 @@ class SendBook:
         """
         effects: list[SendEffect] = []
         for key in [key for key in self._early if key[1] == peer]:
-            effects.append(_fenced(peer, self._early.pop(key).grant, reason))
+            effects.append(self._end_offer(key, Trigger.PEER_LOST, reason))
         for session in list(self._sessions.values()):
             sink = session.sinks.get(peer)
             if sink is not None and sink.state is not SinkState.ENDED:
                 sink.is_dropped = True
-                effects += self._fence(session, sink, reason)
+                effects += self._fence(session, sink, Trigger.PEER_LOST, reason)
                 if sink.state is SinkState.DELIVERED:
-                    sink.state = SinkState.ENDED
+                    sink.move(Trigger.PEER_LOST, SinkState.ENDED, reason)
                 effects += self._settle(session)
         return effects
 
@@ -246,7 +245,7 @@ class SendBook:
         sink.open_writes.discard(write_id)
         effects: list[SendEffect] = []
         if error is not None and sink.state is SinkState.WRITING:
-            effects += self._fence(session, sink, error)
+            effects += self._fence(session, sink, Trigger.WRITE_FAILED, error)
         return effects + self._advance(session, sink) + self._settle(session)
 
     # -- what is due -------------------------------------------------------------------------------
@@ -267,10 +266,13 @@ class SendBook:
 
     def expire(self, now: float) -> list[SendEffect]:
         """End what has waited too long: early grants and finished requests past their lease."""
+        self._moment.now = now
         effects: list[SendEffect] = []
         for key in [key for key, offer in self._early.items() if offer.until <= now]:
             reason = f"no prefill request for it came within {self._lease_s:g} s"
-            effects += self._refuse_offer(key, reason)
+            if key[0] not in self._sessions:
+                self._remember_end(key[0], reason)
+            effects.append(self._end_offer(key, Trigger.LEASE_OVER, reason))
         for session in list(self._sessions.values()):
             if session.closed_at is None or session.closed_at + self._lease_s > now:
                 continue
@@ -279,8 +281,9 @@ class SendBook:
                 self.counters["expired_leases"] += 1
             for sink in session.sinks.values():
                 if sink.state is SinkState.DELIVERED:
-                    sink.state = SinkState.ENDED
-            effects += self._fence_all(session, f"the lease of {self._lease_s:g} s ended")
+                    sink.move(Trigger.LEASE_OVER, SinkState.ENDED)
+            reason = f"the lease of {self._lease_s:g} s ended"
+            effects += self._fence_all(session, Trigger.LEASE_OVER, reason)
             effects += self._settle(session)
         return effects
 
@@ -311,8 +314,9 @@ class SendBook:
     def _early_keys(self, transfer_id: str) -> list[tuple[str, str]]:
         return [key for key in self._early if key[0] == transfer_id]
 
-    def _keep(self, peer: str, offer: Offer) -> list[SendEffect]:
+    def _keep(self, offer: Offer) -> list[SendEffect]:
         """Hold a grant until it can be taken up; a newer attempt of the same peer replaces it."""
+        peer = offer.peer
         key = (offer.grant.transfer_id, peer)
         known = self._early.get(key)
         if known is not None and known.grant.attempt == offer.grant.attempt:
@@ -322,20 +326,21 @@ class SendBook:
         if known is None and len(self._early) >= EARLY_LIMIT_GRANTS:
             self.counters["refused_grants"] += 1
             return [_fenced(peer, offer.grant, "too many grants wait for their request")]
-        self._early[key] = offer
+        effects: list[SendEffect] = []
         if known is not None:
-            return [_fenced(peer, known.grant, "a newer attempt was granted")]
-        return []
+            effects.append(self._end_offer(key, Trigger.SUPERSEDED, "a newer attempt was granted"))
+        self._early[key] = offer
+        return effects
 
-    def _refuse_offer(self, key: tuple[str, str], reason: str) -> list[SendEffect]:
+    def _end_offer(self, key: tuple[str, str], trigger: Trigger, reason: str) -> Say:
+        """A grant that was kept will not be filled; its peer is told so."""
         offer = self._early.pop(key)
-        if key[0] not in self._sessions:
-            self._remember_end(key[0], reason)
-        return [_fenced(key[1], offer.grant, reason)]
+        offer.move(trigger, SinkState.ENDED, reason)
+        return _fenced(offer.peer, offer.grant, reason)
 
-    def _accept(self, session: SendSession, peer: str, offer: Offer) -> list[SendEffect]:
+    def _accept(self, session: SendSession, offer: Offer) -> list[SendEffect]:
         """Fill a grant from now on, or once the attempt before it is fenced, or refuse it."""
-        grant = offer.grant
+        peer, grant = offer.peer, offer.grant
         known = session.sinks.get(peer)
         effects: list[SendEffect] = []
         if known is not None and grant.attempt == known.grant.attempt:
@@ -346,23 +351,21 @@ class SendBook:
         if is_cancelled or (known is not None and grant.attempt < known.grant.attempt):
             return [_fenced(peer, grant, "this attempt has ended")]
         if known is not None:
-            effects += self._fence(session, known, "a newer attempt was granted")
+            reason = "a newer attempt was granted"
+            effects += self._fence(session, known, Trigger.SUPERSEDED, reason)
             if known.state is SinkState.FENCING:
-                return [*effects, *self._keep(peer, offer)]
+                return [*effects, *self._keep(offer)]
         refusal = session.refusal(grant)
         if refusal is not None:
             self.counters["refused_grants"] += 1
-            is_misfit = not session.abandoned and session.closed != "aborted"
+            offer.move(Trigger.MISFIT, SinkState.ENDED, refusal)
+            is_misfit = not session.abandoned and session.state is not SendState.ABORTED
             session.abandoned = session.abandoned or not session.sinks
             fenced = _fenced(peer, grant, refusal, refused=is_misfit)
             return [*effects, fenced, *self._settle(session)]
-        session.sinks_expected = grant.grants_expected
-        session.sinks[peer] = Sink(
-            peer=peer,
-            grant=grant,
-            page_bytes=offer.page_bytes,
-            posted=[grant.first_block] * self._layers,
-        )
+        if known is not None:
+            known.move(Trigger.SUPERSEDED, SinkState.ENDED)
+        session.take_up(offer)
         return effects
 
     def _due(self, session: SendSession, sink: Sink, flush: bool) -> list[SendEffect]:
@@ -394,15 +397,15 @@ class SendBook:
         if sink.open_writes:
             return []
         if sink.state is SinkState.FENCING:
-            sink.state = SinkState.ENDED
+            sink.move(Trigger.WRITES_ENDED, SinkState.ENDED)
             self.counters["fenced_sends"] += 1
             effects: list[SendEffect] = [_fenced(sink.peer, sink.grant, sink.fence_reason)]
             offer = self._early.pop((session.transfer_id, sink.peer), None)
             if offer is not None:
-                effects += self._accept(session, sink.peer, offer)
+                effects += self._accept(session, offer)
             return effects
         if sink.state is SinkState.WRITING and min(sink.posted) >= session.total_blocks:
-            sink.state = SinkState.DELIVERED
+            sink.move(Trigger.ALL_WRITTEN, SinkState.DELIVERED)
             self.counters["sent_transfers"] += 1
             self.counters["sent_pages"] += sink.pages
             self.counters["sent_bytes"] += sink.pages * sink.page_bytes
@@ -415,17 +418,19 @@ class SendBook:
             return [Say(sink.peer, delivered)]
         return []
 
-    def _fence_all(self, session: SendSession, reason: str) -> list[SendEffect]:
+    def _fence_all(self, session: SendSession, trigger: Trigger, reason: str) -> list[SendEffect]:
         effects: list[SendEffect] = []
         for sink in list(session.sinks.values()):
-            effects += self._fence(session, sink, reason)
+            effects += self._fence(session, sink, trigger, reason)
         return effects
 
-    def _fence(self, session: SendSession, sink: Sink, reason: str) -> list[SendEffect]:
+    def _fence(
+        self, session: SendSession, sink: Sink, trigger: Trigger, reason: str
+    ) -> list[SendEffect]:
         if sink.state not in (SinkState.WRITING, SinkState.FENCING):
             return []
-        if sink.state is SinkState.WRITING:
-            sink.state, sink.fence_reason = SinkState.FENCING, reason
+        if sink.move(trigger, SinkState.FENCING, reason):
+            sink.fence_reason = reason
         return self._advance(session, sink)
 
     def _settle(self, session: SendSession) -> list[SendEffect]:
@@ -433,18 +438,21 @@ class SendBook:
         for peer, sink in list(session.sinks.items()):
             if sink.is_dropped and sink.state is SinkState.ENDED:
                 del session.sinks[peer]
-        if session.closed is None or session.transfer_id not in self._sessions:
+        if session.state is SendState.OPEN or session.transfer_id not in self._sessions:
             return []
         if any(sink.state is not SinkState.ENDED for sink in session.sinks.values()):
             return []
         waits_for_grants = (
             session.sinks_expected is None or len(session.sinks) < session.sinks_expected
         )
-        if waits_for_grants and session.closed == "complete" and not session.abandoned:
+        if waits_for_grants and session.state is SendState.LEASED and not session.abandoned:
             return []
         del self._sessions[session.transfer_id]
         del self._by_request[session.request_id]
-        outcome = session.closed if not session.abandoned else "abandoned"
+        outcome = "complete" if session.state is SendState.LEASED else "aborted"
+        if session.abandoned:
+            outcome = "abandoned"
+        session.move(Trigger.SETTLED, SendState.RELEASED, outcome)
         self._remember_end(session.transfer_id, f"the prefill request has ended ({outcome})")
         return [Release(session.request_id, session.transfer_id, outcome)]
 

@@ -4,35 +4,32 @@ pages are ours again.
 A *source* is one prefill rank that holds KV heads of ours. A session ends only when every source
 has settled: it delivered, it fenced, it is proven dead, the transport ended it, or it never got a
 grant. Until then the pages may still be written, and the engine must not get them back: a session
-that was cancelled stays open for exactly that reason. The orders that follow from a change are
-here too; the ``ReceiveBook`` that owns the sessions gives them.
+that was cancelled stays open for exactly that reason. What may happen in which state is in
+``transfer_lifecycle``. The orders that follow from a change are here too; the ``ReceiveBook`` that
+owns the sessions gives them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.messages import Grant
+from splitserve.kv_transfer.transfer_lifecycle import (
+    RECEIVE,
+    SOURCE,
+    ReceiveState,
+    ReceiveTrigger,
+    SourceState,
+)
+from splitserve.kv_transfer.transfer_story import Moment, Story
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.messages import Cancel, FromDecode
-    from splitserve.kv_transfer.orders import Retarget
+    from splitserve.kv_transfer.orders import BeginReceive, Retarget
 
-
-class SourceState(Enum):
-    """Where one prefill rank stands."""
-
-    UNKNOWN = "unknown"
-    """Not introduced yet: nothing is granted, it can be forgotten at once."""
-    ABSENT = "absent"
-    """It holds no head of ours."""
-    GRANTED = "granted"
-    DELIVERED = "delivered"
-    ENDED = "ended"
-    """It will not write (fenced, dead, revoked), and not everything has arrived."""
-
-
-SETTLED = frozenset({SourceState.ABSENT, SourceState.DELIVERED, SourceState.ENDED})
+SETTLED = SOURCE.last
+MAY_WRITE = frozenset({SourceState.GRANTED, SourceState.QUARANTINED})
 
 
 @dataclass
@@ -65,6 +62,9 @@ class ReceiveSession:
     """When to stop waiting, in the clock of the caller."""
     sources: dict[str, Source]
     """By control address."""
+    moment: Moment = field(default_factory=Moment)
+    """Of the book that owns it."""
+    state: ReceiveState = ReceiveState.AWAITED
     cancel_reason: str | None = None
     keeps: bool = False
     """The engine has aborted the request; what the writers computed may be of use elsewhere."""
@@ -83,59 +83,138 @@ class ReceiveSession:
     bytes: int = 0
     times: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.story = Story(self.transfer_id, self.attempt, self.moment)
+
+    @classmethod
+    def reserved(
+        cls,
+        order: BeginReceive,
+        *,
+        heads: frozenset[int],
+        deadline: float,
+        is_retargetable: bool,
+        moment: Moment,
+    ) -> ReceiveSession:
+        """The engine has reserved blocks."""
+        return cls(
+            transfer_id=order.transfer_id,
+            request_id=order.request_id,
+            attempt=order.attempt,
+            peer_incarnation=order.peer_incarnation,
+            first_block=order.first_block,
+            block_ids=order.block_ids,
+            prompt_tokens=order.prompt_tokens,
+            prompt_hash=order.prompt_hash,
+            heads=heads,
+            deadline=deadline,
+            sources={address: Source() for address in order.peer_addresses},
+            times={"reserved": moment.now},
+            is_retargetable=is_retargetable,
+            moment=moment,
+        )
+
+    def handed_on(self, order: Retarget) -> ReceiveSession:
+        """The next attempt, which has the same pages and another writer."""
+        self.move(ReceiveTrigger.SETTLED, ReceiveState.HANDED_ON, order.reason)
+        return ReceiveSession(
+            transfer_id=self.transfer_id,
+            request_id=self.request_id,
+            attempt=order.attempt,
+            peer_incarnation=order.peer_incarnation,
+            first_block=self.first_block,
+            block_ids=self.block_ids,
+            prompt_tokens=self.prompt_tokens,
+            prompt_hash=self.prompt_hash,
+            heads=self.heads,
+            deadline=self.deadline,
+            sources={address: Source() for address in order.peer_addresses},
+            times={"reserved": self.times["reserved"], "retargeted": self.moment.now},
+            is_retargetable=True,
+            moment=self.moment,
+        )
+
+    def move(self, trigger: ReceiveTrigger, to: ReceiveState, reason: str = "") -> None:
+        """Something happens to the attempt as a whole."""
+        self.state = RECEIVE.move(self.story, self.state, trigger, to, reason=reason)
+
+    def _move_source(
+        self, address: str, trigger: ReceiveTrigger, to: SourceState, reason: str = ""
+    ) -> bool:
+        """Something happens to a source. False when it is ignored."""
+        source = self.sources.get(address)
+        if source is None:
+            return False
+        before = source.state
+        source.state = SOURCE.move(self.story, before, trigger, to, who=address, reason=reason)
+        return source.state is not before
+
     def granted(self, address: str, tag: int, pages_expected: int, heads: frozenset[int]) -> None:
         """A grant leaves for this source: from now on it may write."""
+        self._move_source(address, ReceiveTrigger.GRANTED, SourceState.GRANTED)
         source = self.sources[address]
-        assert source.state is SourceState.UNKNOWN, f"{self.transfer_id}: granted {address} twice"
-        assert self.cancel_reason is None, f"{self.transfer_id}: granted after cancel"
-        source.state, source.tag = SourceState.GRANTED, tag
-        source.pages_expected, source.heads = pages_expected, heads
+        source.tag, source.pages_expected, source.heads = tag, pages_expected, heads
+
+    def grant_for(self, address: str, grants_expected: int) -> Grant:
+        """What is sent to a source that was granted pages."""
+        return Grant(
+            transfer_id=self.transfer_id,
+            attempt=self.attempt,
+            tag=self.sources[address].tag,
+            first_block=self.first_block,
+            block_ids=self.block_ids,
+            prompt_tokens=self.prompt_tokens,
+            prompt_hash=self.prompt_hash,
+            grants_expected=grants_expected,
+        )
 
     def absent(self, address: str) -> None:
         """This source holds nothing of ours."""
-        source = self.sources[address]
-        assert source.state is SourceState.UNKNOWN
-        source.state = SourceState.ABSENT
+        self._move_source(address, ReceiveTrigger.NO_SHARED_HEAD, SourceState.ABSENT)
 
     def delivered(self, address: str, pages: int, size_bytes: int) -> None:
         """The source says that everything is written (a fence)."""
         source = self.sources.get(address)
-        if source is None or source.state is not SourceState.GRANTED:
+        if source is None:
             return
         if pages != source.pages_expected:
-            self.ended(address, f"{pages} pages were sent, {source.pages_expected} were expected")
-            return
-        source.state = SourceState.DELIVERED
-        self.pages += pages
-        self.bytes += size_bytes
+            reason = f"{pages} pages were sent, {source.pages_expected} were expected"
+            self.ended(address, reason, ReceiveTrigger.MISCOUNTED)
+        elif self._move_source(address, ReceiveTrigger.DELIVERED, SourceState.DELIVERED):
+            self.pages += pages
+            self.bytes += size_bytes
 
-    def ended(self, address: str, reason: str) -> None:
+    def ended(
+        self, address: str, reason: str, trigger: ReceiveTrigger = ReceiveTrigger.FENCED
+    ) -> None:
         """The source will not write any more and has not delivered.
 
         It fenced, is dead, was revoked, or never got a grant.
         """
-        source = self.sources.get(address)
-        if source is not None and source.state not in SETTLED:
-            source.state, source.reason = SourceState.ENDED, reason
-            self.cancel(reason)
+        if self._move_source(address, trigger, SourceState.ENDED, reason):
+            self.sources[address].reason = reason
+            self.cancel(reason, ReceiveTrigger.OTHER_RANK_ENDED)
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, reason: str, trigger: ReceiveTrigger = ReceiveTrigger.CANCELLED) -> None:
         """Stop wanting the pages; sources without a grant settle at once."""
         if self.cancel_reason is None:
             self.cancel_reason = reason
-        for source in self.sources.values():
-            if source.state is SourceState.UNKNOWN:
-                source.state, source.reason = SourceState.ENDED, reason
+        self.move(trigger, ReceiveState.FENCING, reason)
+        for address, source in self.sources.items():
+            may_write = source.state in MAY_WRITE
+            to = SourceState.QUARANTINED if may_write else SourceState.ENDED
+            if self._move_source(address, trigger, to, reason) and not may_write:
+                source.reason = reason
 
     @property
     def unfenced(self) -> list[str]:
         """Addresses of the sources that may still write."""
-        return [a for a, source in self.sources.items() if source.state is SourceState.GRANTED]
+        return [a for a, source in self.sources.items() if source.state in MAY_WRITE]
 
     @property
     def is_quarantined(self) -> bool:
         """Nobody wants the pages any more, and somebody may still write to them."""
-        return self.cancel_reason is not None and bool(self.unfenced)
+        return any(s.state is SourceState.QUARANTINED for s in self.sources.values())
 
     @property
     def unasked(self) -> list[str]:

@@ -1,15 +1,23 @@
 """One send: a request that this engine prefills for somebody else, and the grants that it fills.
 
 A *session* is the request; a *sink* is one decode rank that granted pages for it. Both are plain
-records, changed by the ``SendBook`` that owns them; the orders that follow from a change are here
-too.
+records, changed by the ``SendBook`` that owns them; what may happen in which state is in
+``transfer_lifecycle``. The orders that follow from a change are here too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.transfer_lifecycle import (
+    SEND,
+    SINK,
+    SendState,
+    SendTrigger,
+    SinkState,
+)
+from splitserve.kv_transfer.transfer_story import Moment, Story
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.messages import FromPrefill, Grant
@@ -48,14 +56,20 @@ class Release:
 SendEffect = Write | Say | Release
 
 
-class SinkState(Enum):
-    """Where one decode rank's grant stands."""
+@dataclass
+class Offer:
+    """A grant that waits: for its request, or for the fence of the attempt before it."""
 
-    WRITING = "writing"
-    FENCING = "fencing"
-    """Nothing more is written; open writes still have to end."""
-    DELIVERED = "delivered"
-    ENDED = "ended"
+    peer: str
+    grant: Grant
+    page_bytes: int
+    until: float
+    story: Story
+    state: SinkState = SinkState.OFFERED
+
+    def move(self, trigger: SendTrigger, to: SinkState, reason: str = "") -> None:
+        """Something happens to it."""
+        self.state = SINK.move(self.story, self.state, trigger, to, who=self.peer, reason=reason)
 
 
 @dataclass
@@ -67,7 +81,9 @@ class Sink:
     page_bytes: int
     posted: list[int]
     """Per layer, the first prompt block that no write covers yet."""
-    state: SinkState = SinkState.WRITING
+    story: Story
+    """Of its session."""
+    state: SinkState
     open_writes: set[int] = field(default_factory=set)
     pages: int = 0
     fence_reason: str = ""
@@ -75,6 +91,12 @@ class Sink:
     """Its decode rank is gone or has no request for it any more; another one may take its place."""
     announced: bool = False
     announced_last: bool = False
+
+    def move(self, trigger: SendTrigger, to: SinkState, reason: str = "") -> bool:
+        """Something happens to it. False when it is ignored."""
+        before = self.state
+        self.state = SINK.move(self.story, before, trigger, to, who=self.peer, reason=reason)
+        return self.state is not before
 
 
 @dataclass
@@ -93,11 +115,35 @@ class SendSession:
     cancelled: dict[str, int] = field(default_factory=dict)
     """Per peer, the newest attempt that it has cancelled."""
     sinks_expected: int | None = None
-    closed: str | None = None
-    """``complete`` or ``aborted`` once the engine is done with the request."""
+    moment: Moment = field(default_factory=Moment)
+    """Of the book that owns it."""
+    state: SendState = SendState.OPEN
     closed_at: float | None = None
+    """When the engine was done with the request."""
     abandoned: bool = False
     """The decode side does not want it: nothing to wait for."""
+
+    def __post_init__(self) -> None:
+        self.story = Story(self.transfer_id, None, self.moment)
+
+    def move(self, trigger: SendTrigger, to: SendState, reason: str = "") -> None:
+        """Something happens to the request as a whole."""
+        self.state = SEND.move(self.story, self.state, trigger, to, reason=reason)
+
+    def take_up(self, offer: Offer) -> None:
+        """Its grant is filled from now on."""
+        peer, grant = offer.peer, offer.grant
+        offer.move(SendTrigger.TAKEN_UP, SinkState.WRITING)
+        self.story.moves.extend(offer.story.moves)
+        self.sinks_expected = grant.grants_expected
+        self.sinks[peer] = Sink(
+            peer=peer,
+            grant=grant,
+            page_bytes=offer.page_bytes,
+            posted=[grant.first_block] * len(self.final),
+            story=self.story,
+            state=offer.state,
+        )
 
     @property
     def is_final(self) -> bool:
@@ -124,7 +170,7 @@ class SendSession:
             )
         if self.abandoned:
             return "the transfer was given up"
-        if self.closed == "aborted":
+        if self.state is SendState.ABORTED:
             return "the prefill request was aborted"
         return None
 

@@ -25,6 +25,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("loaded machine")
 
 
+_SUMMARY: list[str] = []
+
+
+@pytest.fixture
+def summary() -> Callable[[str], None]:
+    """A function that puts a line under the test run's results."""
+    return _SUMMARY.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests counted is printed, whether they fail or not."""
+    if _SUMMARY:
+        terminalreporter.section("counted")
+        for line in _SUMMARY:
+            terminalreporter.write_line(line)
+
+
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Coroutine tests run on the product's event loop."""
     return {"uvloop": uvloop.new_event_loop}

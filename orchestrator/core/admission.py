@@ -2,7 +2,9 @@
 
 A tenant may fill the queue while no other wants in. When it is full, a newcomer of a tenant that
 holds less of it than another one (for its weight) takes the place of that other tenant's latest
-request, which gets the 429; otherwise the newcomer gets it.
+request, which gets the 429; otherwise the newcomer gets it. Requests that an engine has failed wait
+here too, on top of the bound: they were admitted, perhaps answered in part, and make room for
+nobody.
 """
 
 from __future__ import annotations

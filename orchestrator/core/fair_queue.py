@@ -36,6 +36,8 @@ class _Line(Generic[T]):
     items: OrderedDict[str, T] = field(default_factory=OrderedDict)
     passing: OrderedDict[str, T] = field(default_factory=OrderedDict)
     """Those that may pass others."""
+    returned: set[str] = field(default_factory=set)
+    """Keys of those that had a place before and came back: they are never refused."""
 
 
 class FairQueue(Generic[T]):
@@ -76,8 +78,8 @@ class FairQueue(Generic[T]):
     def add(
         self, key: str, item: T, tenant: str, *, may_pass: bool = False, is_first: bool = False
     ) -> None:
-        """The item waits behind the others of its tenant, or before them. ``may_pass``: see
-        ``first_that_may_pass``.
+        """The item waits behind the others of its tenant, or, ``is_first``, before them, as one
+        that comes back. ``may_pass``: see ``first_that_may_pass``.
         """
         line = self._lines.get(tenant) or self._open(tenant)
         assert key not in line.items, f"{key} waits already"
@@ -85,6 +87,7 @@ class FairQueue(Generic[T]):
         line.items[key] = item
         if is_first:
             line.items.move_to_end(key, last=False)
+            line.returned.add(key)
         if may_pass:
             self.passing += 1
             line.passing[key] = item
@@ -134,6 +137,7 @@ class FairQueue(Generic[T]):
         if line is None or line.items.pop(key, None) is None:
             return False
         self.size -= 1
+        line.returned.discard(key)
         if line.passing and line.passing.pop(key, None) is not None:
             self.passing -= 1
         if not line.items:
@@ -143,12 +147,13 @@ class FairQueue(Generic[T]):
     def whom_to_refuse(self, tenant: str) -> T | None:
         """For whom there is no room when one more of ``tenant`` comes and the queue is full: the
         latest item of the tenant that holds most for its weight; None when that is the newcomer.
+        Those that came back neither count nor are refused: they stand before all others.
         """
         own = self._lines.get(tenant)
-        most = (1 + (0 if own is None else len(own.items))) / self._weight(tenant)
+        most = (1 + (0 if own is None else _newcomers(own))) / self._weight(tenant)
         longest = None
         for line in self._lines.values():
-            share = len(line.items) / line.weight
+            share = _newcomers(line) / line.weight
             if share > most:
                 most, longest = share, line
         return None if longest is None else next(reversed(longest.items.values()))
@@ -172,6 +177,10 @@ class FairQueue(Generic[T]):
         else:
             self._tags.clear()
             self._clock = 0.0
+
+
+def _newcomers(line: _Line[T]) -> int:
+    return len(line.items) - len(line.returned)
 
 
 def _key(line: _Line[T]) -> tuple[float, int]:

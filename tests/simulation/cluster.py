@@ -1,49 +1,33 @@
-"""Nodes with their agents, a router around the real ``RouterCore``, and clients."""
+"""Nodes with their agents, between a router and memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
+from msgspec.structs import asdict
 
-from simulation.engine import WRONG, Engine, EngineRequest, token
-from simulation.memory import BLOCK_TOKENS, blocks_for
+from simulation.engine import Engine
+from simulation.memory import BLOCK_TOKENS
 from simulation.network import Network
-from simulation.transfers import LEASE_S
-from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, Order, PeerIsDead
-from splitserve.kv_transfer.orders import Retarget
-from splitserve.kv_transfer.transfer_params import TransferParams
+from simulation.plan import ROUTER
+from simulation.router import Client, Router, limits_of
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
-from splitserve.orchestrator.core import effects as ef
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.core.lifecycle import Phase
-from splitserve.orchestrator.core.limits import CoreLimits
-from splitserve.orchestrator.core.placement import PlacementLimits
-from splitserve.orchestrator.core.router_core import RouterCore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
+    from simulation.plan import Ask, Plan
     from simulation.world import World
+    from splitserve.kv_transfer.engine_endpoint import Order
 
-ROUTER = "router"
 REPORT_S = 0.5
+START_S = 0.1
+"""All agents report for the first time within this."""
 RESTART_S = 2.0
-CALM_S = 6.0
-"""So long after the last fault every writer has been asked for its fence again, and has answered,
-and decode engines have reported it.
-"""
-CUT_LEG_S = 3.0
-"""After this long a leg over a cut connection is broken for both its ends."""
-LIMITS = CoreLimits(
-    queue_timeout_s=20.0,
-    first_token_deadline_s=40.0,
-    request_deadline_s=60.0,
-    node_silence_limit_s=3.0,
-    lease_s=LEASE_S,
-    placement=PlacementLimits(default_output_tokens=8),
-)
+CUT_LINK_S = 3.0
+"""After this long an agent's connection over a cut network is broken for the router."""
 
 
 @dataclass
@@ -55,353 +39,147 @@ class Node:
     blocks: int
     engine: Engine | None = None
     lives: int = 0
-    is_known: bool = False
-    """The agent's connection to the router stands."""
-    deaths: list[str] = field(default_factory=list)
-    """Incarnations whose death the router has not been told."""
-
-
-@dataclass
-class Leg:
-    """One request of the router to an engine."""
-
-    request_id: str
-    attempt: int
-    kind: str
-    node: str
-    engine: Engine | None = None
-    is_over: bool = False
-    has_lost_bytes: bool = False
-    """The connection was cut in the middle of an answer: nothing more comes on it."""
-    has_data: bool = False
-    heard_at: float = 0.0
-    sent_before: tuple[int, ...] = ()
-    """What the client had when the leg began."""
-
-
-@dataclass
-class Client:
-    """What a client asked and got."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    can_continue: bool = True
-    tenant: str = ""
-    tokens: list[int] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    outcome: str = ""
+    router_life: int = 0
+    """The life of the router to which the agent's connection stands; 0 for none."""
+    deaths: list[ev.NodeDied] = field(default_factory=list)
+    """Of all its engines."""
+    told_deaths: int = 0
+    """How many of them were told on the present connection."""
+    draining: str = ""
+    """The incarnation that gets no new work."""
+    dismissed: str = ""
+    """The incarnation that may end."""
+    is_overdue: bool = False
+    """It ends whatever it owes."""
 
 
 class Cluster:
     """Everything between clients and memory."""
 
-    def __init__(self, world: World, prefill: int, decode: int) -> None:
+    def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
         self.network = Network(world)
-        self.can_revoke = world.random.random() < 0.3
-        """The transport's bytes are placed by the receiver."""
-        self.write_s = world.random.choice([0.002, 0.05, 0.5])
-        """Longest time that a page takes to land."""
-        self.step_s = world.random.choice([0.002, 0.002, 0.05])
-        """What each step of an engine takes beside its tokens."""
-        self.is_one_host = not self.can_revoke and world.random.random() < 0.5
-        """Engines watch each other's processes."""
-        self.fence_timeout_s = 1.0 if world.seed % 2 else 12.0
-        """Shorter than many a fault, and longer."""
-        limit = world.random.choice([2, 8, 256])
-        self.core = RouterCore(
-            replace(LIMITS, queue_limit_requests=limit, tenant_weights={"heavy": 2.0})
-        )
+        self.can_revoke = plan.can_revoke
+        self.write_s = plan.write_s
+        self.is_one_host = plan.is_one_host
+        self.step_s = plan.step_s
+        self.fence_timeout_s = plan.fence_timeout_s
         self.nodes: dict[str, Node] = {}
-        self.clients: dict[str, Client] = {}
-        self.legs: dict[tuple[str, int, str], Leg] = {}
-        self._facts: list[ev.Event] = []
-        self._is_busy = False
         self.open_faults = 0
         """Faults that have begun and not ended."""
         self.calm_since = 0.0
         """When the latest fault ended, or an engine died."""
-        self.ended_engines = 0
-        """Killed by their agents because of a fence that did not come."""
         self._numbers = 0
-        self._timer_at: float | None = None
-        for role, count in (("prefill", prefill), ("decode", decode)):
-            for index in range(count):
-                node = Node(f"{role}-{index}", role, world.random.randint(12, 40))
-                self.nodes[node.name] = node
-                self._start_engine(node)
-                world.at(world.random.random() * REPORT_S, self._report, node)
+        self.router = Router(self, limits_of(plan))
+        blocks = (*plan.prefill_blocks, *plan.decode_blocks)
+        for name, count in zip(plan.nodes, blocks, strict=True):
+            node = self.nodes[name] = Node(name, name.partition("-")[0], count)
+            self._start_engine(node)
+            world.at(world.random.random() * START_S, self._report, node)
 
     def new_number(self) -> int:
         """Unique in this run."""
         self._numbers += 1
         return self._numbers
 
+    def ask(self, ask: Ask) -> None:
+        """A client asks for something."""
+        prompt = tuple(self.world.random.randrange(100) for _ in range(ask.prompt_tokens))
+        client = Client(f"r{ask.number}", prompt, ask.max_tokens, ask.streaming)
+        client.is_misfit, client.can_continue = ask.is_misfit, ask.can_continue
+        client.tenant = ask.tenant
+        self.router.ask(client)
+
     # -- the router ----------------------------------------------------------------------------
 
-    def tell(self, event: ev.Event) -> None:
-        """A fact for the core; its orders are carried out, as ``CoreDriver`` does it."""
-        self._facts.append(event)
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._facts:
-                fact = self._facts.pop(0)
-                if not isinstance(fact, ev.NodeReported | ev.TimePassed):
-                    self.world.note(f"router: {fact}")
-                for effect in self.core.handle(fact, self.world.now):
-                    self._perform(effect)
-                self._check_queue()
-        finally:
-            self._is_busy = False
-        self._arm_timer()
+    def kill_router(self) -> None:
+        """SIGKILL; the agents notice."""
+        self.world.note("the router is killed")
+        self.router.kill()
+        for node in self.nodes.values():
+            node.router_life = 0
 
-    def _check_queue(self) -> None:
-        """The queue holds who waits and nobody else, and no more than its bound; those that an
-        engine has failed come on top.
-        """
-        queue, limit = self.core.queue, self.core.limits.queue_limit_requests
-        waiting = [r for r in self.core.requests.values() if r.phase is Phase.QUEUED]
-        if sorted(r.id for r in waiting) != sorted(queue):
-            self.world.fail(f"{sorted(queue)} wait in the queue, not {waiting}")
-        if sum(not r.attempt for r in waiting) > limit:
-            self.world.fail(f"{len(queue)} requests wait in a queue of {limit}")
+    def start_router(self) -> None:
+        """Another router, to which the agents come with their next reports."""
+        self.world.note("the router starts")
+        self.router.start()
 
-    def _arm_timer(self) -> None:
-        due = self.core.next_deadline()
-        if due is not None and (self._timer_at is None or due < self._timer_at):
-            self._timer_at = due
-            self.world.at(max(0.0, due - self.world.now), self._time_passed, due)
+    # -- agents --------------------------------------------------------------------------------
 
-    def _time_passed(self, due: float) -> None:
-        if self._timer_at == due:
-            self._timer_at = None
-            self.tell(ev.TimePassed())
-
-    def _perform(self, effect: ef.Effect) -> None:
-        match effect:
-            case ef.StartPair():
-                if self._has_everything(effect.request_id, effect.attempt):
-                    self.tell(ev.PrefillAnswered(effect.request_id, effect.attempt, 200))
-                    return
-                self._start_leg(effect, "prefill")
-                self._start_leg(effect, "decode")
-            case ef.StartPrefill():
-                self._start_leg(effect, "prefill")
-            case ef.StartDecode():
-                self._start_leg(effect, "decode")
-            case ef.RetargetTransfer(node, transfer_id, attempt, prefill, reason):
-                order = Retarget(
-                    transfer_id, attempt, prefill.incarnation, prefill.control_addresses, reason
-                )
-                self._order(self.nodes[node], order)
-            case ef.StartAlone(request_id, attempt, decode):
-                if not self._has_everything(request_id, attempt):
-                    self._send_leg(request_id, attempt, "decode", decode.node, None)
-            case ef.DoubtLeg(request_id, attempt, silence_limit_s):
-                leg = self.legs[request_id, attempt, "decode"]
-                if self.world.now - leg.heard_at >= silence_limit_s:
-                    self._break(leg, "its node is silent")
-            case ef.CancelLeg(request_id, attempt, kind):
-                self._close_leg(self.legs[request_id, attempt, kind])
-            case ef.FailTransfer(node, transfer_id, reason):
-                self._order(self.nodes[node], GiveUpTransfer(transfer_id, reason))
-            case ef.AnnounceDeath(incarnation, only):
-                for node in self.nodes.values():
-                    if only in ("", node.name):
-                        self._order(node, PeerIsDead(incarnation))
-            case ef.EndEngine(node, incarnation, reason):
-                self.network.send(ROUTER, node, self._end_engine, node, incarnation, reason)
-            case ef.AnswerError(request_id, status, message):
-                self.clients[request_id].ends.append(f"{status} {message}")
-            case ef.EndRequest(timeline):
-                self._end(timeline)
-            case ef.ReportBreaker(node, leg, state, reason):
-                self.world.note(f"{node}: breaker of {leg} legs is {state}: {reason}")
-            case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
-                pass
-
-    def _has_everything(self, request_id: str, attempt: int) -> bool:
-        """Whether only the end of the answer was lost with its engine."""
-        client = self.clients[request_id]
-        if len(client.tokens) < client.max_tokens:
-            return False
-        self.tell(ev.FirstDataArrived(request_id, attempt))
-        self.tell(ev.DecodeEnded(request_id, attempt))
-        return True
-
-    def _order(self, node: Node, order: Order) -> None:
+    def order(self, name: str, order: Order) -> None:
         """To the node's agent, and through it to its engine."""
-        self.network.send(ROUTER, node.name, self._relay, node, order)
+        self._send_agent(name, self._relay, order)
+
+    def end_engine(self, name: str, incarnation: str) -> None:
+        """The agent kills its engine, if it is still that one."""
+        self._send_agent(name, self._end_engine, incarnation)
+
+    def drain(self, name: str, timeout_s: float | None) -> None:
+        """An operator restarts a node."""
+        asked = ev.DrainRequested(0, name, restarts=True, is_forced=True, timeout_s=timeout_s)
+        self.router.hear(self.router.life, asked)
+
+    def begin_drain(self, name: str, incarnation: str) -> None:
+        """The agent reports its node as draining from now on."""
+        self._send_agent(name, self._begin_drain, incarnation)
+
+    def dismiss(self, name: str, incarnation: str, *, at_once: bool) -> None:
+        """The agent's engine ends when it owes nothing, or at once."""
+        self._send_agent(name, self._dismiss, incarnation, at_once)
+
+    def _send_agent(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        node = self.nodes[name]
+        if node.router_life and not self.network.send(ROUTER, name, call, node, *args):
+            self._lose_link(node, CUT_LINK_S)
 
     def _relay(self, node: Node, order: Order) -> None:
         if node.engine is not None:
             node.engine.process.at(0.0, node.engine.order, order)
 
-    def _end_engine(self, node: str, incarnation: str, reason: str) -> None:
-        """The agent kills its engine, if it is still that one."""
-        engine = self.nodes[node].engine
-        if engine is not None and engine.incarnation == incarnation:
-            self.world.note(f"{incarnation} is to end: {reason}")
-            if not self.open_faults and self.world.now - self.calm_since > CALM_S:
-                self.world.fail(f"{incarnation} is killed though nothing is wrong: {reason}")
-            self.ended_engines += 1
-            self.kill(self.nodes[node])
+    def _end_engine(self, node: Node, incarnation: str) -> None:
+        if node.engine is not None and node.engine.incarnation == incarnation:
+            self.kill(node)
 
-    def _end(self, timeline: ef.Timeline) -> None:
-        client = self.clients[timeline.request_id]
-        if client.outcome:
-            self.world.fail(f"{client.request_id} ends twice")
-        client.outcome = timeline.outcome
-        self.world.note(f"{client.request_id} ends: {timeline.outcome} {timeline.reason}")
-        if timeline.outcome == "ok":
-            right = [token(client.prompt, n) for n in range(client.max_tokens)]
-            if client.tokens != right or client.ends:
-                self.world.fail(f"{client.request_id}: {client.tokens} is not {right}")
-        elif timeline.outcome == "error" and len(client.ends) != 1:
-            self.world.fail(f"{client.request_id} was told {client.ends}")
+    def _begin_drain(self, node: Node, incarnation: str) -> None:
+        node.draining = incarnation
 
-    # -- legs ----------------------------------------------------------------------------------
+    def _dismiss(self, node: Node, incarnation: str, at_once: bool) -> None:
+        node.dismissed, node.is_overdue = incarnation, at_once
 
-    def _start_leg(
-        self,
-        order: ef.StartPair | ef.StartPrefill | ef.StartDecode,
-        role: Literal["prefill", "decode"],
-    ) -> None:
-        node = order.prefill if role == "prefill" else order.decode
-        self._send_leg(order.request_id, order.attempt, role, node.node, _leg(order, role))
+    def break_agent(self, node: Node) -> None:
+        """The agent's connection breaks, and both its ends know."""
+        if node.router_life:
+            self._lose_link(node, 0.0)
 
-    def _send_leg(
-        self, request_id: str, attempt: int, kind: str, node: str, params: TransferParams | None
-    ) -> None:
-        leg = self.legs[request_id, attempt, kind] = Leg(request_id, attempt, kind, node)
-        leg.heard_at = self.world.now
-        leg.sent_before = tuple(self.clients[request_id].tokens)
-        if not self.network.send(ROUTER, node, self._arrive, leg, params):
-            self.world.at(CUT_LEG_S, self._break, leg, "the connection timed out")
+    def _lose_link(self, node: Node, after_s: float) -> None:
+        life, node.router_life = node.router_life, 0
+        if node.engine is not None:
+            gone = ev.NodeDisconnected(node.name, node.engine.incarnation)
+            self.world.at(after_s, self._link_lost, node, life, gone)
 
-    def _arrive(self, leg: Leg, params: TransferParams | None) -> None:
-        engine = self.nodes[leg.node].engine
-        if engine is None:
-            self._answer(leg, self._break, leg, "connection refused")
-            return
-        leg.engine = engine
-        client = self.clients[leg.request_id]
-        request = EngineRequest(
-            id=f"{leg.request_id}.{leg.attempt}.{leg.kind}",
-            prompt=client.prompt + leg.sent_before,
-            resumed=len(leg.sent_before),
-            max_tokens=1 if leg.kind == "prefill" else client.max_tokens - len(leg.sent_before),
-            params=params,
-            answer=lambda token: self._answer(leg, self._hear, leg, token),
-        )
-        engine.process.at(0.0, self._add, leg, engine, request)
+    def _link_lost(self, node: Node, life: int, gone: ev.NodeDisconnected) -> None:
+        if not node.router_life:  # Else a newer connection speaks for the node.
+            self.router.hear(life, gone)
 
-    def _add(self, leg: Leg, engine: Engine, request: EngineRequest) -> None:
-        if not leg.is_over:
-            engine.add(request)
-
-    def _answer(self, leg: Leg, call: Any, *args: Any) -> None:
-        if leg.has_lost_bytes:
-            return
-        if not self.network.send(leg.node, ROUTER, call, *args):
-            leg.has_lost_bytes = True
-            self.world.at(CUT_LEG_S, self._break, leg, "the connection timed out")
-
-    def _hear(self, leg: Leg, heard: int | None) -> None:
-        if leg.is_over:
-            return
-        if leg.kind == "prefill":
-            if heard is None:
-                leg.is_over = True
-                self.tell(ev.PrefillAnswered(leg.request_id, leg.attempt, 200))
-            return
-        client = self.clients[leg.request_id]
-        if heard is None:
-            leg.is_over = True
-            self.tell(ev.DecodeEnded(leg.request_id, leg.attempt))
-            return
-        if heard == WRONG:
-            self.world.fail(f"{leg.request_id} gets a token that was computed from wrong pages")
-        leg.heard_at = self.world.now
-        if not leg.has_data:
-            leg.has_data = True
-            self.tell(ev.FirstDataArrived(leg.request_id, leg.attempt))
-        if client.outcome:
-            self.world.fail(f"{leg.request_id} gets a token after its end")
-        client.tokens.append(heard)
-
-    def _break(self, leg: Leg, reason: str) -> None:
-        if leg.is_over:
-            return
-        self._end_leg(leg)
-        event = ev.PrefillFailed if leg.kind == "prefill" else ev.DecodeFailed
-        self.tell(event(leg.request_id, leg.attempt, reason))
-
-    def _close_leg(self, leg: Leg) -> None:
-        if not leg.is_over:
-            self._end_leg(leg)
-
-    def _end_leg(self, leg: Leg) -> None:
-        """The router's end is closed; the engine hears of it, if late."""
-        leg.is_over = True
-        if not self.network.send(ROUTER, leg.node, self._hang_up, leg):
-            self.world.at(CUT_LEG_S * 2, self._hang_up, leg)
-
-    def _hang_up(self, leg: Leg) -> None:
-        engine = leg.engine
-        if engine is not None:
-            request_id = f"{leg.request_id}.{leg.attempt}.{leg.kind}"
-            engine.process.at(0.0, engine.abort, request_id)
-
-    # -- clients -------------------------------------------------------------------------------
-
-    def ask(self, client: Client) -> None:
-        """A client's request reaches the router."""
-        self.clients[client.request_id] = client
-        self.tell(
-            ev.RequestArrived(
-                request_id=client.request_id,
-                endpoint="completions",
-                prompt_tokens=len(client.prompt),
-                output_tokens=client.max_tokens,
-                streaming=True,
-                alone_because="",
-                can_continue=client.can_continue,
-                tenant=client.tenant,
-            )
-        )
-
-    def leave(self, request_id: str) -> None:
-        """A client closes its connection."""
-        if request_id in self.core.requests:
-            self.tell(ev.ClientGone(request_id))
-
-    # -- nodes ---------------------------------------------------------------------------------
-
-    def host_of(self, address: str) -> str:
-        """Each node is a host of its own for the network."""
-        return address
-
-    def deliver_control(self, address: str, source: Engine, number: int, message: Any) -> None:
-        """A control message reaches the engine that listens at an address, if one does."""
-        engine = self.nodes[address].engine
-        if engine is not None:
-            take = engine.transfers.take_from_decode
-            engine.process.at(0.0, take, source, number, message)
-
-    def _start_engine(self, node: Node) -> None:
-        node.lives += 1
-        node.engine = Engine(self, node.name, node.lives, node.blocks)
-        self.world.note(f"{node.engine.incarnation} starts with {node.blocks} blocks")
-        self._join(node)
+    def _tell(self, node: Node, event: ev.Event) -> bool:
+        return self.network.send(node.name, ROUTER, self.router.hear, node.router_life, event)
 
     def _join(self, node: Node) -> None:
-        engine = node.engine
-        if engine is None:
-            return
+        """The agent says what there is: on a new connection everything, else what is new."""
+        if not node.router_life:
+            if not self.router.is_up or self.network.is_cut(node.name, ROUTER):
+                return
+            node.router_life, node.told_deaths = self.router.life, 0
+            is_new = True
+        else:
+            is_new = False
+        for died in node.deaths[node.told_deaths :]:
+            self._tell(node, died)
+        node.told_deaths = len(node.deaths)
+        if is_new and node.engine is not None:
+            self._hello(node, node.engine)
+
+    def _hello(self, node: Node, engine: Engine) -> None:
         description = NodeDescription(
             node=node.name,
             pool=node.role,
@@ -417,50 +195,65 @@ class Cluster:
             transport="modelled",
             fingerprint={},
         )
-        event = ev.NodeJoined(description, node.role)
-        node.is_known = self.network.send(node.name, ROUTER, self.tell, event)
+        self._tell(node, ev.NodeJoined(description, node.role))
 
     def _report(self, node: Node) -> None:
         """The agent's state, twice a second; it also reconnects."""
         self.world.at(REPORT_S, self._report, node)
-        if self.network.is_cut(node.name, ROUTER):
-            if node.is_known:
-                node.is_known = False
-                if node.engine is not None:
-                    self.world.at(CUT_LEG_S, self._lose, node, node.engine.incarnation)
-            return
-        while node.deaths:
-            died = ev.NodeDied(node.name, node.deaths.pop(0), "killed")
-            self.network.send(node.name, ROUTER, self.tell, died)
+        if node.router_life and self.network.is_cut(node.name, ROUTER):
+            self._lose_link(node, CUT_LINK_S)
+        self._join(node)
         engine = node.engine
         if engine is None:
             return
-        if not node.is_known:
-            self._join(node)
+        is_dismissed = node.dismissed == engine.incarnation
         if engine.process.is_stopped:
+            if is_dismissed and node.is_overdue:
+                self.kill(node)
             return
-        status = structs.asdict(engine.legs.status())
-        state = NodeState(node=node.name, incarnation=engine.incarnation, phase="ready", **status)
-        self.network.send(node.name, ROUTER, self.tell, ev.NodeReported(state))
+        status = engine.legs.status()
+        phase = "draining" if node.draining == engine.incarnation else "ready"
+        if node.router_life:
+            state = NodeState(
+                node=node.name, incarnation=engine.incarnation, phase=phase, **asdict(status)
+            )
+            self._tell(node, ev.NodeReported(state))
+        owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
+        if is_dismissed and (node.is_overdue or not owed):
+            self.kill(node, owed_nothing=not owed)
 
-    def _lose(self, node: Node, incarnation: str) -> None:
-        """The router notices that a connection is gone, unless another one speaks for the node."""
-        if not node.is_known:
-            self.tell(ev.NodeDisconnected(node.name, incarnation))
+    # -- engines -------------------------------------------------------------------------------
 
-    def kill(self, node: Node) -> None:
-        """The engine is killed with -9; its agent starts another one."""
+    def host_of(self, address: str) -> str:
+        """Each node is a host of its own for the network."""
+        return address
+
+    def deliver_control(self, address: str, source: Engine, number: int, message: Any) -> None:
+        """A control message reaches the engine that listens at an address, if one does."""
+        engine = self.nodes[address].engine
+        if engine is not None:
+            take = engine.transfers.take_from_decode
+            engine.process.at(0.0, take, source, number, message)
+
+    def _start_engine(self, node: Node) -> None:
+        node.lives += 1
+        node.engine = Engine(self, node.name, node.lives, node.blocks)
+        self.world.note("{} starts with {} blocks", node.engine.incarnation, node.blocks)
+        if node.router_life:
+            self._hello(node, node.engine)
+        self._join(node)
+
+    def kill(self, node: Node, *, owed_nothing: bool = False) -> None:
+        """The engine is killed with -9, or has drained; its agent starts another one."""
         engine = node.engine
         if engine is None:
             return
-        self.world.note(f"{engine.incarnation} is killed")
+        self.world.note("{} {}", engine.incarnation, "drained" if owed_nothing else "is killed")
         engine.process.kill()
         self.calm_since = self.world.now
         node.engine = None
-        node.deaths.append(engine.incarnation)
-        for leg in list(self.legs.values()):
-            if leg.engine is engine and not leg.is_over:
-                self._answer(leg, self._break, leg, "the connection was reset")
+        node.deaths.append(ev.NodeDied(node.name, engine.incarnation, "killed", owed_nothing))
+        self.router.broken(engine)
         for other in self.nodes.values():
             peer = other.engine
             if peer is None:
@@ -478,51 +271,17 @@ class Cluster:
 
     # -- audits --------------------------------------------------------------------------------
 
-    def leftovers(self) -> Sequence[str]:
+    def check(self) -> None:
+        """What is true at every moment, beside what each change checks for itself."""
+        self.router.check()
+        for node in self.nodes.values():
+            if node.engine is not None:
+                node.engine.memory.check()
+
+    def leftovers(self) -> list[str]:
         """What an idle cluster must not hold."""
-        found = [f"router: {request_id}" for request_id in self.core.requests]
+        found = self.router.leftovers()
         for node in self.nodes.values():
             if node.engine is not None:
                 found += node.engine.leftovers()
-        for known in self.core.membership.nodes.values():
-            promised = (known.prefill_legs, known.decode_legs, known.committed_blocks)
-            if any(promised):
-                found.append(f"router: {known.name} has legs and blocks {promised}")
-        for difference in self.core.audit.differences(self.world.now):
-            found.append(f"audit of {difference.node}: {difference}")
-        found += [f"{c.request_id} has no end" for c in self.clients.values() if not c.outcome]
         return found
-
-
-def _leg(
-    order: ef.StartPair | ef.StartPrefill | ef.StartDecode, role: Literal["prefill", "decode"]
-) -> TransferParams:
-    """The parameters of one leg, as ``Exchange`` seals them."""
-    is_decode = role == "decode"
-    return TransferParams(
-        transfer_id=order.transfer_id,
-        role=role,
-        attempt=order.attempt,
-        peer_incarnation=(order.prefill if is_decode else order.decode).incarnation,
-        peer_addresses=order.prefill.control_addresses if is_decode else (),
-    )
-
-
-def smallest_node(cluster: Cluster) -> int:
-    """Blocks of the node with the fewest."""
-    return min(node.blocks for node in cluster.nodes.values())
-
-
-def random_client(cluster: Cluster, number: int) -> Client:
-    """A client whose request fits on every node."""
-    random = cluster.world.random
-    most = smallest_node(cluster) * BLOCK_TOKENS // 2
-    length = random.choice([1, 3, 4, 5, 8, 9, random.randint(1, most)])
-    length = min(length, most)
-    room = smallest_node(cluster) * BLOCK_TOKENS - length
-    max_tokens = random.choice([random.randint(1, 6), random.randint(1, min(40, room))])
-    assert blocks_for(length + max_tokens) <= smallest_node(cluster)
-    prompt = tuple(random.randrange(100) for _ in range(length))
-    tenant = random.choice(["", "light", "heavy", "heavy"])
-    can_continue = random.random() < 0.8
-    return Client(f"r{number}", prompt, max_tokens, can_continue, tenant)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SECRET = b"a secret for the simulation only"
 TOKEN_S = 0.0005
+IDLE_S = 0.1
+"""Between steps that nothing asks for; what is new asks for one at once."""
 STEP_TOKENS = 8
 """Tokens that one step computes at most."""
 
@@ -97,6 +99,9 @@ class Engine:
         self.legs = Legs(SECRET, "tcp://127.0.0.1:1", description, self._load)
         self.transfers = Transfers(self, cluster.new_number())
         self._is_stepping = False
+        self._is_idle = False
+        """A step is planned that nothing asks for."""
+        self._turn = 0
 
     def _load(self) -> EngineLoad:
         states = [request.state for request in self.requests.values()]
@@ -104,6 +109,7 @@ class Engine:
             running=states.count(State.RUNNING),
             waiting=states.count(State.WAITING) + states.count(State.PARKED),
             free_blocks=self.memory.free_blocks,
+            rank_counters=[self.transfers.counters()],
             rank_holdings=[self.transfers.holdings()],
             now=self.world.now,
         )
@@ -139,10 +145,10 @@ class Engine:
     def preempt(self) -> None:
         """The engine takes a running request's blocks back, as when it runs out of them."""
         running = [r for r in self.requests.values() if r.state is State.RUNNING and not r.tokens]
-        if not running or self._is_stepping:
+        if not running or (self._is_stepping and not self._is_idle):
             return
         request = self.world.random.choice(running)
-        self.world.note(f"{self.incarnation} preempts {request.id}")
+        self.world.note("{} preempts {}", self.incarnation, request.id)
         self.legs.preempted(request.id)
         self.transfers.begin_step(self.legs.take_orders())
         self.memory.give_back(request.id, request.blocks)
@@ -155,14 +161,23 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Take a step if there is a reason for one."""
-        if not self._is_stepping and (self.requests or self.legs.has_orders):
-            self._is_stepping = True
-            self.process.work(self.cluster.step_s / 10, self._step)
+        """Take a step if there is a reason for one, and soon."""
+        if self._is_stepping and not self._is_idle:
+            return
+        if self.requests or self.legs.has_orders:
+            self._plan(self.cluster.step_s / 10)
+
+    def _plan(self, delay_s: float, *, is_idle: bool = False) -> None:
+        self._is_stepping, self._is_idle = True, is_idle
+        self._turn += 1
+        self.process.work(delay_s, self._step, self._turn)
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._is_idle = False
         scheduled = self._schedule()
         if self.legs.must_hear_of_steps:
             for request, tokens in scheduled:
@@ -172,7 +187,7 @@ class Engine:
         step_s = self.cluster.step_s
         seconds = step_s + total * TOKEN_S if scheduled else step_s / 2
         computed = [(r, r.computed, n, list(r.blocks)) for r, n in scheduled if not r.has_landed]
-        for layer in range(LAYERS) if scheduled else ():
+        for layer in range(LAYERS) if computed else ():
             self.process.work(seconds * (layer + 1) / (LAYERS + 1), self._layer, layer, computed)
         self.process.work(seconds, self._end_step, scheduled)
 
@@ -231,11 +246,11 @@ class Engine:
                 self.world.fail(f"{self.incarnation}: {request_id} is reported as sent")
             assert request is not None
             self._forget(request)
-        if (
-            any(r.state is not State.FINISHED for r in self.requests.values())
-            or self.legs.has_orders
-        ):
+        has_results = results.finished_sending or results.finished_receiving
+        if scheduled or has_results or self.legs.has_orders:
             self.wake()
+        elif any(r.state is not State.FINISHED for r in self.requests.values()):
+            self._plan(IDLE_S, is_idle=True)
 
     def _received(self, request_id: str, *, failed: bool) -> None:
         request = self.requests.get(request_id)
@@ -285,6 +300,8 @@ class Engine:
         found += [f"receive of {s.request_id}" for s in self.transfers.receiving.sessions()]
         if self.transfers.sending.open_sessions:
             found.append(f"{self.transfers.sending.open_sessions} open sends")
+        if self.transfers.sending.early_grants:
+            found.append(f"{self.transfers.sending.early_grants} early grants")
         if self.transfers.copies:
             found.append(f"{len(self.transfers.copies)} writes")
         return [f"{self.incarnation}: {what}" for what in found]

@@ -87,6 +87,11 @@ class Memory:
             )
         return self.pages[layer, block]
 
+    def check(self) -> None:
+        """Every block is either free or owned."""
+        if sorted([*self._free, *self._owner]) != list(range(1, self.total + 1)):
+            self.world.fail(f"{self.name}: blocks are {self._free} and {self._owner}")
+
     def owners(self) -> dict[int, str]:
         """Every block that is not free."""
         return dict(self._owner)

@@ -4,7 +4,7 @@ disorder, as faults say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MEAN_DELAY_S = 0.0005
 
 
-@dataclass
+@dataclass(frozen=True)
 class Weather:
     """How bad the control channel is at the moment, as probabilities per message."""
 
@@ -32,6 +32,8 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.weather = Weather()
+        """The worst of all that is bad now."""
+        self._bad: list[Weather] = []
         self._cuts: dict[frozenset[str], int] = {}
         self._last: dict[tuple[str, str, str], float] = {}
 
@@ -48,6 +50,22 @@ class Network:
         """Whether nothing passes."""
         return self._cuts.get(frozenset((a, b)), 0) > 0
 
+    def worsen(self, bad: Weather) -> None:
+        """The control channel gets worse until ``clear``."""
+        self._bad.append(bad)
+        self._look()
+
+    def clear(self, bad: Weather) -> None:
+        """The end of one ``worsen``."""
+        self._bad.remove(bad)
+        self._look()
+
+    def _look(self) -> None:
+        worst = {
+            f.name: max([0.0, *(getattr(b, f.name) for b in self._bad)]) for f in fields(Weather)
+        }
+        self.weather = Weather(**worst)
+
     def delay(self) -> float:
         """How long a message takes now."""
         return self.world.random.expovariate(1 / MEAN_DELAY_S)
@@ -62,7 +80,12 @@ class Network:
     def send_control(self, source: str, target: str, call: Callable[..., None], *args: Any) -> None:
         """A control message, under the weather."""
         random, weather = self.world.random, self.weather
-        if self.is_cut(source, target) or random.random() < weather.drop:
+        if self.is_cut(source, target):
+            return
+        if not self._bad:
+            self._in_order(source, target, "control", self.delay(), call, args)
+            return
+        if random.random() < weather.drop:
             return
         copies = 2 if random.random() < weather.duplicate else 1
         for _ in range(copies):

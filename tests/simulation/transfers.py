@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.session_receive import ReceiveSession
 
 TICK_S = 0.5
-SILENCE_S = 5.0
-LEASE_S = 10.0
-DEADLINE_S = 20.0
+SILENCE_S = 3.0
+LEASE_S = 5.0
+DEADLINE_S = 6.0
 RETARGET_WAIT_S = 1.0
 PAGE_BYTES = 100
 QUARANTINE_LIMIT_BYTES = 8 * LAYERS * PAGE_BYTES
@@ -95,6 +95,8 @@ class Copy:
     write: Write
     target: Engine
     pages_left: int
+    moved_at: float
+    """When a page of it landed, or it was posted."""
     is_over: bool = False
 
 
@@ -205,6 +207,11 @@ class Transfers:
         self._failed_receiving.clear()
         return taken
 
+    def counters(self) -> dict[str, float]:
+        """What the engine counts of them in its reports."""
+        sends, receives = self.sending.open_sessions, self.receiving.open_sessions
+        return {"open_sends": sends, "open_receives": receives}
+
     def holdings(self) -> RankHoldings:
         """What is held for whom."""
         return self._taker.take(self.sending, self.receiving, self.world.now)
@@ -233,6 +240,7 @@ class Transfers:
                     self._post(effect)
                 case Release(request_id):
                     self._finished_sending.add(request_id)
+                    self.engine.transfers_changed()
 
     def _say(self, peer: str, message: Any) -> None:
         downstream = self._peers.get(peer)
@@ -241,7 +249,7 @@ class Transfers:
 
     def _answer(self, target: Engine, number: int, message: Any) -> None:
         if not isinstance(message, Pong):
-            self.world.note(f"{self.engine.incarnation} to {target.incarnation}: {message}")
+            self.world.note("{} to {}: {}", self.engine.incarnation, target.incarnation, message)
         self.engine.network.send_control(
             self.engine.host,
             target.host,
@@ -260,9 +268,9 @@ class Transfers:
         target = self._peers[write.peer].engine
         number = self._connections = self._connections + 1
         pages = [(layer, b) for layer, first, end in write.spans for b in range(first, end)]
-        copy = self.copies[number] = Copy(write, target, len(pages))
+        copy = self.copies[number] = Copy(write, target, len(pages), self.world.now)
         self.sending.write_posted(write, number, len(pages))
-        self.world.note(f"{self.engine.incarnation} writes {pages} under tag {write.tag}")
+        self.world.note("{} writes {} under tag {}", self.engine.incarnation, pages, write.tag)
         owner = session.request_id
         for layer, block in pages:
             source = session.source_blocks[block]
@@ -292,6 +300,7 @@ class Transfers:
         content = self.engine.memory.read_for_peer(owner, layer, source)
         target.memory.write_from_peer(tag, layer, place, content)
         copy.pages_left -= 1
+        copy.moved_at = self.world.now
         if not copy.pages_left:
             copy.is_over = True
             self._end_copy(number, None)
@@ -384,10 +393,11 @@ class Transfers:
 
     def _finish(self, session: ReceiveSession, *, landed: bool) -> None:
         why = "landed" if landed else session.failure
-        self.world.note(f"{self.engine.incarnation}: {session.request_id} {why}")
+        self.world.note("{}: {} {}", self.engine.incarnation, session.request_id, why)
         self._finished_receiving.add(session.request_id)
         if not landed:
             self._failed_receiving.add(session.request_id)
+        self.engine.transfers_changed()
 
     def _dial(self, address: str) -> Upstream:
         upstream = self._upstreams.get(address)
@@ -405,7 +415,7 @@ class Transfers:
 
     def _tell(self, address: str, message: Any) -> None:
         if not isinstance(message, Ping):
-            self.world.note(f"{self.engine.incarnation} to {address}: {message}")
+            self.world.note("{} to {}: {}", self.engine.incarnation, address, message)
         self.engine.network.send_control(
             self.engine.host,
             self.engine.cluster.host_of(address),
@@ -458,6 +468,10 @@ class Transfers:
         for peer, downstream in list(self._peers.items()):
             if downstream.last_heard < now - SILENCE_S:
                 self.lose(peer.removesuffix("/0"), f"silent for {SILENCE_S:g} s")
+        for copy in list(self.copies.values()):
+            if not copy.is_over and copy.moved_at < now - SILENCE_S:
+                incarnation = copy.target.incarnation
+                self.lose(incarnation, f"no write to it has ended for {SILENCE_S:g} s")
         self._receive(self.receiving.tick(now))
         for session in self.receiving.sessions():
             if session.cancel_reason is None and session.deadline <= now:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ class World:
         """Events delivered so far."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
-        self._story: deque[str] = deque(maxlen=STORY_LIMIT_LINES)
+        self._story: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=STORY_LIMIT_LINES)
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """``call`` happens ``delay_s`` from now, after what was planned for the same moment."""
@@ -45,14 +45,26 @@ class World:
         call(*args)
         return True
 
-    def note(self, text: str) -> None:
-        """A line of the story."""
-        self._story.append(f"{self.now:9.4f}  {text}")
+    def run_for(self, seconds: float) -> None:
+        """Deliver everything that happens within so long."""
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.step()
+        self.now = end
 
-    def fail(self, what: str) -> None:
+    def note(self, text: str, *facts: Any) -> None:
+        """A line of the story. It is only formatted when somebody reads it: ``facts`` must be such
+        as never change.
+        """
+        self._story.append((self.now, text, facts))
+
+    def story(self) -> str:
+        """The latest lines."""
+        return "\n".join(f"{at:9.4f}  {text.format(*facts)}" for at, text, facts in self._story)
+
+    def fail(self, what: str) -> NoReturn:
         """Raise ``InvariantError`` with the story."""
-        story = "\n".join(self._story)
-        raise InvariantError(f"seed {self.seed}, {self.now:.4f} s: {what}\n{story}")
+        raise InvariantError(f"seed {self.seed}, {self.now:.4f} s: {what}\n{self.story()}")
 
 
 class Process:

@@ -184,11 +184,14 @@ def opened(transfer_id: str, prompt: list[int]) -> OpenSend:
     return OpenSend(transfer_id, f"p-{transfer_id}", len(prompt), prompt_hash(prompt), blocks)
 
 
-def finish(p: KvRank, d: KvRank, transfer_id: str, request: str) -> None:
-    """Close the prefill leg and wait until both sides are done."""
+def finish(
+    p: KvRank, d: KvRank, transfer_id: str, request: str, *, is_closed: bool = False
+) -> None:
+    """Close the prefill leg, unless it is, and wait until both sides are done."""
     until(lambda: d.has_received(request), "pages landed")
     d.thread.begin_step(StepOrders(acknowledged=(request,)))
-    p.close(transfer_id)
+    if not is_closed:
+        p.close(transfer_id)
     until(lambda: p.has_sent(f"p-{transfer_id}"), "source blocks are released")
     counters = (p.thread.counters(), d.thread.counters())
     assert (counters[0]["open_sends"], counters[1]["open_receives"]) == (0, 0)

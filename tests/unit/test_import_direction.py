@@ -33,6 +33,8 @@ KNOWS_VLLM = "orchestrator/engines/vllm/"
 PURE = (
     "kv_transfer/session*.py",
     "kv_transfer/*_book.py",
+    "kv_transfer/transfer_lifecycle.py",
+    "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
     "kv_transfer/holdings.py",
     "orchestrator/core/**/*.py",

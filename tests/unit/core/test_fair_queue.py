@@ -113,6 +113,25 @@ def test_who_is_refused_when_the_queue_is_full() -> None:
     assert filled("a1", "a2", "b1", weights={"a": 2.0}).whom_to_refuse("b") is None
 
 
+def test_who_came_back_is_never_refused() -> None:
+    """It had a place, and may be in the middle of its answer; it does not count against its tenant
+    either.
+    """
+    queue = filled("a1", "a2", "b1")
+    for key in ("a1", "a2"):
+        queue.discard(key, "a")
+        queue.add(key, key, "a", is_first=True)
+    assert queue.whom_to_refuse("b") is queue.whom_to_refuse("c") is None
+    queue.add("b2", "b2", "b")
+    assert queue.whom_to_refuse("c") == "b2"
+    queue.discard("a1", "a")
+    queue.add("a1", "a1", "a")
+    assert queue.whom_to_refuse("c") == "b2"
+    for key in ("a3", "a4"):
+        queue.add(key, key, "a")
+    assert queue.whom_to_refuse("c") == "a4"
+
+
 def test_a_key_waits_once() -> None:
     """A second one of the same name is our own mistake."""
     with pytest.raises(AssertionError, match="waits already"):

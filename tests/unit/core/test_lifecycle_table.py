@@ -11,10 +11,12 @@ from splitserve.orchestrator.core.errors import IllegalTransitionError
 from splitserve.orchestrator.core.lifecycle import (
     DEADLINES,
     TRANSITIONS,
+    DeadlineKind,
     Phase,
     Trigger,
     render_diagram,
 )
+from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 
 WAITING = [phase for phase in Phase if phase is not Phase.ENDED]
@@ -35,6 +37,13 @@ def test_every_waiting_phase_can_be_ended_from_outside(phase: Phase) -> None:
     assert DEADLINES[phase]
     for trigger in MUST_HANDLE:
         assert (phase, trigger) in TRANSITIONS, f"{phase} has no row for {trigger}"
+
+
+def test_every_deadline_is_a_setting() -> None:
+    """Each is armed in some phase, and its name is that of the limit that bounds it."""
+    armed = {kind for kinds in DEADLINES.values() for kind in kinds}
+    assert armed == set(DeadlineKind) == set(RouterCore(CoreLimits()).deadlines)
+    assert all(hasattr(CoreLimits(), kind.value) for kind in DeadlineKind)
 
 
 def test_the_last_phase_is_the_last() -> None:

@@ -387,11 +387,11 @@ def test_two_decode_ranks_of_one_transfer() -> None:
     book = make_book()
     open_send(book)
     make_final(book)
+    assert book.close("r-t", aborted=False, now=0.0) == []
     for peer in ("d/0", "d/1"):
         book.granted(peer, grant(grants_expected=2), 50, 0.0)
         post(book, book.due_writes(flush=True))
         assert len(book.write_ended("t", peer, 1, None)) == 1
-        assert book.close("r-t", aborted=False, now=0.0) == []
         effects = book.landed(peer, "t", 1)
     assert effects == [Release("r-t", "t", "complete")]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.kv_transfer.session_receive import ReceiveSession, Source, SourceState
+from splitserve.kv_transfer.session_receive import ReceiveSession, Source
+from splitserve.kv_transfer.transfer_lifecycle import SourceState
+from splitserve.kv_transfer.transfer_story import IllegalTransferError
 
 
 def make_session(*addresses: str, heads: int = 2) -> ReceiveSession:
@@ -106,11 +108,20 @@ def test_one_end_cancels_the_rest() -> None:
 
 
 def test_granting_is_checked() -> None:
-    """A grant after a cancel, or twice, is our own mistake."""
+    """A grant after a cancel, or twice, is our own mistake; the error tells the story."""
     session = make_session("a", "b")
     session.granted("a", 1, 4, frozenset({0}))
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(IllegalTransferError, match="'granted' cannot become 'granted'"):
         session.granted("a", 2, 4, frozenset({0}))
-    session.cancel_reason = "enough"
-    with pytest.raises(AssertionError, match="after cancel"):
+    session.moment.now = 0.25
+    session.cancel("enough")
+    with pytest.raises(IllegalTransferError) as caught:
         session.granted("b", 2, 4, frozenset({0}))
+    text = str(caught.value)
+    for part in (
+        "transfer t, attempt 1 (b) in state 'ended'",
+        "+      0.0 ms  a: unknown -> granted, granted",
+        "+    250.0 ms  transfer: awaited -> fencing, engine abort (enough)",
+        "+    250.0 ms  a: granted -> quarantined, engine abort (enough)",
+    ):
+        assert part in text

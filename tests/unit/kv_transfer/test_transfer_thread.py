@@ -83,7 +83,7 @@ def test_chunks_and_a_late_grant(pair: tuple[KvRank, KvRank]) -> None:
     p.step("t", SOURCE, 2, 6)
     p.close("t")
     request = d.receive("t", PROMPT, TARGET, p)
-    finish(p, d, "t", request)
+    finish(p, d, "t", request, is_closed=True)
     assert_landed(p, d)
     assert p.thread.counters()["sent_pages"] == 4 * 6
 
