@@ -57,12 +57,12 @@ class Draining(Recovery):
         orders = [answer, *self._drain_orders(node), *self._check_drain(node, now)]
         return [*orders, *self._check_waiting(now)]
 
-    def _begin_drain(self, node: Node, restarts: bool, due: float) -> None:
+    def _begin_drain(self, node: Node, restarts: bool, due: float) -> Drain:
         """The node is draining; a second drain changes what the first one said."""
         drain = node.drain
         if drain is None:
             drain = node.drain = Drain(restarts, due)
-        drain.restarts, drain.due = restarts, due
+        drain.restarts, drain.due, drain.is_inherited = restarts, due, False
         self.drain_dues[node.name] = due
         if restarts:
             incarnation = node.description.incarnation
@@ -71,13 +71,16 @@ class Draining(Recovery):
             self.membership.returning.pop(node.name, None)
         self.membership.changed()
         self._may_place = True
+        return drain
 
     def _drain_orders(self, node: Node) -> list[Effect]:
         """What the agent of a draining node has to know, all of it."""
         drain, incarnation = node.drain, node.description.incarnation
         if drain is None:
             return []
-        orders: list[Effect] = [DrainNode(node.name, incarnation, drain.restarts)]
+        orders: list[Effect] = []
+        if not drain.is_inherited:
+            orders.append(DrainNode(node.name, incarnation, drain.restarts))
         if drain.is_dismissed or drain.is_overdue:
             orders.append(DismissNode(node.name, incarnation, drain.is_overdue))
         return orders
@@ -86,7 +89,8 @@ class Draining(Recovery):
         """Dismiss a draining node on which nothing is out."""
         if node.drain is None and node.phase == DRAINING:
             # An earlier router drained it
-            self._begin_drain(node, False, now + self.limits.request_deadline_s)
+            due = now + self.limits.request_deadline_s
+            self._begin_drain(node, False, due).is_inherited = True
         drain = node.drain
         if drain is None or drain.is_dismissed or node.prefill_legs or node.decode_legs:
             return []

@@ -34,6 +34,8 @@ class Drain:
     is_dismissed: bool = False
     """The core has nothing out on it; what its engine holds for peers is its agent's to know."""
     is_overdue: bool = False
+    is_inherited: bool = False
+    """An earlier router ordered it: whether the node restarts its agent knows better."""
 
 
 @dataclass(frozen=True, slots=True)

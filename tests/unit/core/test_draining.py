@@ -298,3 +298,14 @@ def test_a_draining_prefill_node_leaves_nothing_to_split() -> None:
     assert driver.request("r1") == [StartAlone("r1", 1, description("d0"))]
     back(driver, "p0")
     assert names(driver.request("r2")) == ["StartPair"]
+
+
+def test_a_drain_of_an_earlier_router_is_not_changed_when_the_agent_comes_again() -> None:
+    """Whether the node leaves or restarts only its agent knows: it is dismissed, and told no more;
+    an operator's order says it anew.
+    """
+    driver = Driver("p0", "d0", "d1")
+    driver.report("d0", phase="draining")
+    assert names(driver.join("d0")) == ["AcceptNode", "DismissNode"]
+    orders = driver.do(ev.DrainRequested(1, "d0", True, False, None))
+    assert names(orders) == ["AnswerDrain", "DrainNode", "DismissNode"]
