@@ -17,6 +17,7 @@ from simulation.memory import BLOCK_TOKENS, LAYERS, Memory, blocks_for, page_of
 from simulation.transfers import Transfers
 from simulation.world import Process
 from splitserve.kv_transfer.engine_endpoint import EngineDescription, Order, PeerIsDead
+from splitserve.kv_transfer.holdings import PATIENCE_S
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.legs import EngineLoad, Legs
 
@@ -105,14 +106,29 @@ class Engine:
 
     def _load(self) -> EngineLoad:
         states = [request.state for request in self.requests.values()]
+        holdings = self.transfers.holdings()
+        self._check_overdue(holdings.overdue_writers)
         return EngineLoad(
             running=states.count(State.RUNNING),
             waiting=states.count(State.WAITING) + states.count(State.PARKED),
             free_blocks=self.memory.free_blocks,
             rank_counters=[self.transfers.counters()],
-            rank_holdings=[self.transfers.holdings()],
+            rank_holdings=[holdings],
             now=self.world.now,
         )
+
+    def _check_overdue(self, writers: tuple[str, ...]) -> None:
+        """Every writer has had the time to fence that it is given at least."""
+        patience_s = min(self.cluster.fence_timeout_s, PATIENCE_S)
+        asked = {
+            session.peer_incarnation
+            for session in self.transfers.receiving.sessions()
+            if session.is_quarantined
+            and session.quarantined_since is not None
+            and self.world.now - session.quarantined_since >= patience_s
+        }
+        if not asked.issuperset(writers):
+            self.world.fail(f"{self.incarnation}: of {writers}, only {asked} are overdue")
 
     # -- from outside --------------------------------------------------------------------------
 

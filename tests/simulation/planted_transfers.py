@@ -154,7 +154,7 @@ BUGS: dict[str, tuple[Plant, int]] = {
     "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 48),
     "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 4),
     "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 6),
-    "writers are overdue at once": (method(HoldingsTaker, "__init__", _hasty), 936),
+    "writers are overdue at once": (method(HoldingsTaker, "__init__", _hasty), 3),
     "released while a write reads": (method(SendBook, "_settle", _released_while_read), 12),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""
