@@ -4,11 +4,14 @@ with a sentence.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from splitserve.orchestrator.engines.connector_config import connector_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -23,8 +26,26 @@ def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
     return dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
+PLUGINS_ENV = "VLLM_PLUGINS"
+"""vLLM's own variable: the only plugins that it loads."""
+PLUGIN = "splitserve_resumed_answers"
+
+
+def refuse_missing_plugin(environ: Mapping[str, str]) -> None:
+    """Raise ``UnsupportedEngineError`` when vLLM was told not to load what continues an answer:
+    without it the text at the seam may be wrong.
+    """
+    named = environ.get(PLUGINS_ENV)
+    if named is not None and PLUGIN not in named.split(","):
+        raise UnsupportedEngineError(
+            f"{PLUGINS_ENV} is {named!r}, which leaves out {PLUGIN}: an answer that another engine "
+            "has begun would not go on exactly. Add it to the list, or unset the variable"
+        )
+
+
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ``UnsupportedEngineError`` unless this engine's KV can be split."""
+    refuse_missing_plugin(os.environ)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     groups = kv_cache_config.kv_cache_groups
