@@ -19,7 +19,7 @@ from splitserve.orchestrator.core.effects import (
 )
 from splitserve.orchestrator.core.endings import Endings
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase
-from splitserve.orchestrator.core.membership import PREFILL
+from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.placement import choose_prefill
 
 if TYPE_CHECKING:
@@ -122,7 +122,10 @@ class Actions(Endings):
         if effects is not None:
             return effects
         message = f"the decode node failed before its first token: {reason}"
-        return self._end_with_error(request, 502, message, now)
+        if self.membership.usable(DECODE):
+            return self._end_with_error(request, 502, message, now)
+        retry_after_s = self._retry_after_s(request, now)
+        return self._end_with_error(request, 503, message, now, retry_after_s)
 
     def _retry(self, request: Request, now: float) -> list[Effect] | None:
         """Cancel both legs and go to a decode node that was not tried; None when there is none."""

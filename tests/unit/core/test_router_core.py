@@ -196,6 +196,15 @@ def test_a_decode_leg_that_fails_with_no_other_node_is_an_error() -> None:
     assert driver.is_idle()
 
 
+def test_a_death_that_leaves_no_decode_node_is_a_503() -> None:
+    """The client is told when to come again, as those that come meanwhile are."""
+    driver = Driver("p0", "d0")
+    driver.request("r1")
+    effects = driver.do(ev.NodeDied("d0", "d0-1", "killed"))
+    (answer,) = [e for e in effects if isinstance(e, AnswerError)]
+    assert (answer.status, answer.retry_after_s) == (503, 1)
+
+
 def test_a_retried_request_does_not_wait_for_a_node_that_cannot_come() -> None:
     """When the only node left has failed it already it ends, and those behind it are placed."""
     driver = Driver("d0", "d1")
