@@ -92,6 +92,7 @@ class Driver:
             and not self.core.queue
             and not any(self.core.deadlines.values())
             and all(not (n.prefill_legs or n.decode_legs or n.committed_blocks) for n in nodes)
+            and not any(n.prefill_tokens or n.own_prompt_tokens for n in nodes)
         )
 
 

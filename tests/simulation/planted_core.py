@@ -33,6 +33,11 @@ def _blocks_are_kept(real: Any, core: RouterCore, request: Any) -> None:
     node.committed_blocks = promised
 
 
+def _headroom_is_kept(real: Any, core: RouterCore, request: Any) -> None:
+    """A decode node counts as computing a prompt for ever."""
+    request.own_prompt_tokens = 0
+
+
 def _counted_twice(real: Any, core: RouterCore, request: Any, node: Any, *more: Any) -> None:
     """A decode leg is two."""
     real(core, request, node, *more)
@@ -121,6 +126,7 @@ BUGS: dict[str, tuple[Plant, int]] = {
         method(Actions, "_give_back_decode", _blocks_are_kept),
         0,
     ),
+    "headroom is not given back": (method(Actions, "_has_computed", _headroom_is_kept), 0),
     "a decode leg is counted twice": (method(Actions, "_commit_decode", _counted_twice), 0),
     "an old prefill leg is heard": (method(RouterCore, "_with_prefill_leg", _any_attempt), 38),
     "a failed node is tried for ever": (method(Actions, "_retry", _tries_for_ever), 39),

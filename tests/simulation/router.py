@@ -466,9 +466,11 @@ class Router:
         """What an idle router must not hold."""
         found = [f"router: {request_id}" for request_id in self.core.requests] if self.is_up else []
         for known in self.core.membership.nodes.values() if self.is_up else ():
-            promised = (known.prefill_legs, known.decode_legs, known.committed_blocks)
+            legs = (known.prefill_legs, known.decode_legs)
+            tokens = (known.prefill_tokens, known.own_prompt_tokens)
+            promised = (*legs, *tokens, known.committed_blocks)
             if any(promised):
-                found.append(f"router: {known.name} has legs and blocks {promised}")
+                found.append(f"router: {known.name} has legs, tokens and blocks {promised}")
         for difference in self.core.audit.differences(self.world.now) if self.is_up else ():
             found.append(f"audit of {difference.node}: {difference}")
         found += [f"{c.request_id} has no end" for c in self.clients.values() if not c.outcome]
