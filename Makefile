@@ -28,8 +28,9 @@ test: model ## What CI runs: every test but the long matrices and those that nee
 test-fast: install ## The tests that start no vLLM engine (seconds)
 	$(PYTEST) -m "not gpu and not engine and not long" $(PYTEST_ARGS)
 
-test-all: model ## Every test, those that need a GPU too
+test-all: model ## Every test, those that need a GPU too, then half an hour of chaos
 	$(PYTEST) $(PYTEST_ARGS)
+	$(MAKE) chaos
 
 chaos: install ## Torment a cluster of mock engines for 30 minutes and judge it (make chaos ARGS="--minutes 5")
 	PYTHONPATH=tests $(BIN)/python -m chaos.run $(ARGS)
