@@ -17,7 +17,7 @@ KEY = "splitserve"
 """The key inside ``kv_transfer_params``; the router removes what a client sent under any key."""
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a leg is part of."""
 
     transfer_id: str

@@ -31,6 +31,13 @@ FIRST_EVENT_LIMIT_BYTES = 16 * 2**20
 class PrefillListener:
     """Reads the prefill engine's answer and drops it; its status and time go to the core."""
 
+    __slots__ = (
+        "_attempt",
+        "_driver",
+        "_request_id",
+        "_status",
+    )
+
     def __init__(self, driver: CoreDriver, request_id: str, attempt: int) -> None:
         self._driver = driver
         self._request_id = request_id
@@ -52,6 +59,21 @@ class PrefillListener:
 
 class DecodeAnswer:
     """The decode engine's answer of one attempt: held until it may go out, then passed on."""
+
+    __slots__ = (
+        "_attempt",
+        "_driver",
+        "_exchange",
+        "_held",
+        "_held_bytes",
+        "_sent",
+        "headers",
+        "heard_at",
+        "is_event_stream",
+        "is_relaying",
+        "leg",
+        "status",
+    )
 
     def __init__(
         self, driver: CoreDriver, exchange: Exchange, attempt: int, sent: SentTokens | None

@@ -61,6 +61,28 @@ class Sink(Protocol):
 class Exchange:
     """A request, its legs and its answer. The driver calls the orders; the legs call back."""
 
+    __slots__ = (
+        "_answer",
+        "_decode",
+        "_driver",
+        "_is_answered",
+        "_is_event_stream",
+        "_is_over",
+        "_is_paused",
+        "_is_sent",
+        "_last_bytes",
+        "_prefill",
+        "_present_request",
+        "_request",
+        "_resumed_tokens",
+        "_salt",
+        "_sent",
+        "_shared_headers",
+        "_sink",
+        "client_request_id",
+        "id",
+    )
+
     def __init__(
         self,
         driver: CoreDriver,
@@ -91,6 +113,7 @@ class Exchange:
         self._is_over = False
         self._is_event_stream = False
         self._is_paused = False
+        self._last_bytes = b""
         self._sent: SentTokens | None = None
         if request.can_continue:
             self._sent = SentTokens(has_usage=request.wants_usage)
@@ -230,8 +253,6 @@ class Exchange:
         if self._is_event_stream and data:
             self._last_bytes = data if len(data) >= 4 else (self._last_bytes + data)[-4:]
         self._sink.send_body(data, is_last)
-
-    _last_bytes = b""
 
     @property
     def _is_between_events(self) -> bool:

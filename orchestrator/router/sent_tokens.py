@@ -34,6 +34,21 @@ class BrokenStreamError(Exception):
 class SentTokens:
     """One client's stream over all its engines."""
 
+    __slots__ = (
+        "_before",
+        "_first",
+        "_has_sent_usage",
+        "_has_usage",
+        "_ids",
+        "_is_later",
+        "_prompt",
+        "_rest",
+        "is_complete",
+        "is_finished",
+        "is_followed",
+        "sent",
+    )
+
     def __init__(self, *, has_usage: bool) -> None:
         self.sent = 0
         """Tokens whose events were passed on."""
