@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -215,14 +216,23 @@ class NodeProcesses:
         return cls(agent.pid)
 
 
+VLLM_LINE = re.compile(r"\((APIServer|EngineCore|Worker)\S* pid=")
+OWN_CODE = re.compile(r"/(kernels|kv_transfer|prefill_node|decode_node|orchestrator)/\w+")
+
+
 def log_faults(up: UpProcess) -> list[str]:
-    """Lines of the cluster's logs that no fault excuses: what a process itself did not expect."""
+    """Lines of the cluster's logs that no fault excuses: what a process itself did not expect. A
+    process of vLLM tells the death of another one as a traceback through its own code.
+    """
     found = []
     for path in up.logs():
         lines = path.read_text(errors="replace").splitlines()
         for number, line in enumerate(lines):
-            if "Traceback (most recent call last)" in line or "IllegalTransition" in line:
-                found.append("\n".join([path.name, *lines[max(0, number - 2) : number + 30]]))
+            if not ("Traceback (most recent call last)" in line or "IllegalTransition" in line):
+                continue
+            story = "\n".join(lines[max(0, number - 2) : number + 30])
+            if not VLLM_LINE.match(line) or OWN_CODE.search(story):
+                found.append(f"{path.name}\n{story}")
     return found
 
 
