@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
@@ -49,7 +51,7 @@ async def test_a_rolling_restart_under_load(cluster: Cluster) -> None:
     """Sixteen requests at a time, streamed and not, short and long: each gets its right text, every
     node is another incarnation, and all are idle.
     """
-    before = _lives(cluster)
+    before, retries = _lives(cluster), await _retries(cluster)
     clients = Clients(cluster)
     load = [asyncio.create_task(clients.keep_asking()) for _ in range(IN_FLIGHT)]
     result = await _run(cluster, "restart", "--rolling")
@@ -62,6 +64,7 @@ async def test_a_rolling_restart_under_load(cluster: Cluster) -> None:
         assert f"{name} serves again" in result.stdout
         assert cluster.up.node(name)["restarts"] == 0
     assert clients.answered > 2 * IN_FLIGHT
+    assert await _retries(cluster) == retries
     await _all_idle(cluster)
 
 
@@ -116,7 +119,10 @@ async def test_decode_nodes_leave_and_restart_with_their_streams_served(cluster:
 
 @pytest.mark.parametrize("node", ["prefill-1", "decode-1"])
 async def test_sigterm_of_an_agent_is_a_drain(cluster: Cluster, node: str) -> None:
-    """What a service manager sends when it wants a node gone: no request fails."""
+    """What a service manager sends when it wants a node gone: no request fails, and none has to be
+    saved on another node.
+    """
+    retries = await _retries(cluster)
     clients = Clients(cluster)
     load = [asyncio.create_task(clients.keep_asking()) for _ in range(4)]
     await asyncio.to_thread(wait_for, lambda: clients.answered >= 4, 20, "answers")
@@ -125,6 +131,7 @@ async def test_sigterm_of_an_agent_is_a_drain(cluster: Cluster, node: str) -> No
     await asyncio.to_thread(engine.wait, 20)
     clients.is_over = True
     await asyncio.gather(*load)
+    assert await _retries(cluster) == retries
     again = await _run(cluster, "restart", node)
     assert again.returncode == 0, again.stderr + cluster.up.story()
     await _all_idle(cluster)
@@ -158,6 +165,18 @@ class Clients:
             extra_body={"ignore_eos": True},
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def _retries(cluster: Cluster) -> float:
+    """Attempts beyond the first, of all requests so far: with other nodes to go to, a node that
+    does not wait for its requests would still fail none.
+    """
+    url = str(cluster.client.base_url).removesuffix("/v1/")
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        (line,) = re.findall(
+            r"^splitserve_decode_leg_retries_total (\S+)$", await response.text(), re.M
+        )
+    return float(line)
 
 
 def _lives(cluster: Cluster) -> dict[str, str]:
