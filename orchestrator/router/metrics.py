@@ -66,6 +66,11 @@ class RouterMetrics:
             "Prefill legs of the last attempt that were answered with an error status",
             registry=self._registry,
         )
+        self._continuations = Counter(
+            "splitserve_stream_continuations",
+            "Streams that another decode node went on with",
+            registry=self._registry,
+        )
         self._retries = Counter(
             "splitserve_decode_leg_retries",
             "Attempts beyond the first",
@@ -106,6 +111,8 @@ class RouterMetrics:
                     self._prefill_failures.inc()
             if timeline.attempts > 1:
                 self._retries.inc(timeline.attempts - 1)
+            if timeline.continuations:
+                self._continuations.inc(timeline.continuations)
         if timeline.streaming and timeline.first_data is not None:
             self._first_data.observe(timeline.first_data - received)
         if timeline.last_data is not None:

@@ -103,6 +103,7 @@ def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) ->
         "prefill_node": timeline.prefill_node,
         "decode_node": timeline.decode_node,
         "attempts": timeline.attempts,
+        "continuations": timeline.continuations,
         "dispatched_ms": after(timeline.dispatched),
         "prefill_answered_ms": after(timeline.prefill_answered),
         "prefill_status": timeline.prefill_status,

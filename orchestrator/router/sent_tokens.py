@@ -23,6 +23,7 @@ _FINISHED = b'"finish_reason":"'
 _ERROR = b'data: {"error"'
 _DONE = b"[DONE]"
 _DONE_EVENT = b"data: [DONE]\n\n"
+_IDENTITY = frozenset({"id", "object", "created", "model"})
 EVENT_LIMIT_BYTES = 16 * 2**20
 """Most of one event that is waited for; the first one holds the prompt's ids."""
 
@@ -111,8 +112,12 @@ class SentTokens:
         if events.startswith(_ERROR) or b"\n\n" + _ERROR in events:
             at = events.index(_ERROR) + len(b"data: ")
             raise BrokenStreamError(f"it sent an error: {events[at : at + 500]!r}")
+        try:
+            passed = self._rewritten(events) if self._is_later else self._without_ids(events)
+        except ValueError as error:
+            raise BrokenStreamError(f"its stream cannot be read: {error}") from error
         self.is_complete = events.endswith(_DONE_EVENT)
-        return self._rewritten(events) if self._is_later else self._without_ids(events)
+        return passed
 
     def tail(self) -> bytes:
         """The rest of a finished answer whose engine has failed after its last token."""
@@ -124,7 +129,7 @@ class SentTokens:
                 "total_tokens": prompt + self.sent,
                 "completion_tokens": self.sent,
             }
-            head = {k: self._first[k] for k in ("id", "object", "created", "model")}
+            head = {k: v for k, v in self._first.items() if k in _IDENTITY}
             events = b"data: " + orjson.dumps(head | {"choices": [], "usage": usage}) + b"\n\n"
         return events + _DONE_EVENT
 
@@ -148,8 +153,14 @@ class SentTokens:
         start = data.find(b"data:") + len(b"data:")
         end = data.find(b"\n\n", start)
         self.is_followed = end >= 0 and data.find(_PROMPT_IDS, start, end) >= 0
-        if self.is_followed:
+        if not self.is_followed:
+            return
+        try:
             self._first = orjson.loads(data[start:end])
+        except orjson.JSONDecodeError:
+            self.is_followed = False
+        else:
+            self.is_followed = isinstance(self._first, dict) and self._first.keys() >= _IDENTITY
 
     def _note(self, ids: bytes) -> None:
         if ids:
@@ -159,23 +170,18 @@ class SentTokens:
     # -- a later engine's events ---------------------------------------------------------------
 
     def _rewritten(self, events: bytes) -> bytes:
+        """Raises ``ValueError``; then no token of these events counts as sent."""
         passed = []
-        for event in events.split(b"\n\n"):
-            text = event.removeprefix(b"data:").strip()
-            if not text:
-                continue
-            if text == _DONE:
-                passed.append(_DONE_EVENT)
-                continue
-            chunk = self._chunk(text)
-            if chunk is not None:
-                passed.append(b"data: " + orjson.dumps(chunk) + b"\n\n")
+        for chunk in [_chunk_of(event) for event in events.split(b"\n\n")[:-1]]:
+            if isinstance(chunk, bytes):
+                passed.append(chunk + b"\n\n")
+            elif (shown := self._continued(chunk)) is not None:
+                passed.append(b"data: " + orjson.dumps(shown) + b"\n\n")
         return b"".join(passed)
 
-    def _chunk(self, text: bytes) -> dict[str, Any] | None:
-        """The event's object, None when the client has had it."""
+    def _continued(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """The chunk as the first engine's, None when the client has had it."""
         assert self._first is not None
-        chunk: dict[str, Any] = orjson.loads(text)
         chunk |= {"id": self._first["id"], "created": self._first["created"]}
         if "prompt_token_ids" in chunk:
             chunk["prompt_token_ids"] = None
@@ -200,6 +206,17 @@ class SentTokens:
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and details.get("cached_tokens"):
             details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
+
+
+def _chunk_of(event: bytes) -> dict[str, Any] | bytes:
+    """The event's object; a comment or the stream's end as it came. Raises ``ValueError``."""
+    text = event.removeprefix(b"data:").strip()
+    if not event.startswith(b"data:") or text == _DONE:
+        return event
+    chunk = orjson.loads(text)
+    if not (isinstance(chunk, dict) and isinstance(chunk.get("choices"), list)):
+        raise ValueError(f"{text[:200]!r} is no chunk of an answer")
+    return chunk
 
 
 def _cut(events: bytes, key: bytes, start: int) -> tuple[bytes, bytes, int]:

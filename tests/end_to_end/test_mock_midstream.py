@@ -74,6 +74,7 @@ async def test_another_engine_goes_on_behind_what_was_sent(cluster: Cluster, kin
     async with asyncio.timeout(20):
         assert without_identity(await stream.rest()) == without_identity(right)
     assert len({(e["id"], e["created"]) for e in stream.seen if isinstance(e, dict)}) == 1
+    assert (await latest_timeline(cluster))["continuations"] == 1
     await all_idle(cluster)
 
 
@@ -180,6 +181,14 @@ async def events(cluster: Cluster, body: dict[str, Any]) -> AsyncIterator[Any]:
             if line.startswith(b"data: "):
                 data = line[6:].strip().decode()
                 yield json.loads(data) if data.startswith("{") else data
+
+
+async def latest_timeline(cluster: Cluster) -> dict[str, Any]:
+    """What the router remembers of the request that ended last."""
+    url = str(cluster.client.base_url).removesuffix("/v1/")
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/internal/status") as answer:
+        timelines: list[dict[str, Any]] = (await answer.json())["timelines"]
+    return max(timelines, key=lambda timeline: timeline["received_unix_s"])
 
 
 def without_identity(found: list[Any]) -> list[Any]:

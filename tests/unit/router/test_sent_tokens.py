@@ -128,7 +128,28 @@ def test_an_engines_error_is_not_passed_on(is_later: bool) -> None:
         sent.feed(WITH_IDS[1] + error + DONE)
 
 
-@pytest.mark.parametrize("first", [b"data: hello\n\n", b"data: {}\r\n\r\n", chunk("a", None)])
+@pytest.mark.parametrize("bad", [b"data: {half\n\n", b'data: {"id":"x"}\n\n', b"data: 7\n\n"])
+def test_what_a_later_engine_sends_must_be_chunks(bad: bytes) -> None:
+    """Else its part ends, and nothing of that read counts as sent; comments are passed on."""
+    sent = SentTokens(has_usage=False)
+    sent.feed(WITH_IDS[0])
+    sent.begin_anew()
+    assert sent.feed(b": ping\n\n") == b": ping\n\n"
+    with pytest.raises(BrokenStreamError, match="cannot be read"):
+        sent.feed(chunk("b", [6]) + bad + DONE)
+    assert (sent.ids(), sent.is_complete) == (b"[1,2,3,5]", False)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"data: hello\n\n",
+        b"data: {}\r\n\r\n",
+        b'data: {"prompt_token_ids":[1],\n\n',
+        b'data: {"prompt_token_ids":[1]}\n\n',
+        chunk("a", None),
+    ],
+)
 def test_a_stream_without_ids_is_passed_on_as_it_comes(first: bytes) -> None:
     """An engine that does not know the question cannot be succeeded, but is served."""
     sent = SentTokens(has_usage=False)
