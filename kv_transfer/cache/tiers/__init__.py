@@ -1,0 +1,1 @@
+"""Lower tiers of the cache: stores of whole chunks, behind one small interface."""
