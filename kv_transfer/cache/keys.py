@@ -6,6 +6,9 @@ with the *root* (fingerprint, salt, adapter), the key of every other one a hash 
 before it, and two keys are equal only when all of that is. Hashes are cryptographic and nothing of
 the process goes in: a client cannot make two prompts share a key, and every process, host and
 Python version computes the same ones.
+
+The first bytes of a key are its tenant's tag in the clear, so that a store can count and clear a
+tenant's chunks; the tenant's secret salt is in the hash.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 KEY_BYTES = 32
+TAG_BYTES = 8
+NO_TENANT = bytes(TAG_BYTES)
+HASH_BYTES = KEY_BYTES - TAG_BYTES
 FORMAT_VERSION = 1
 """Of keys and chunks; another one finds nothing that this one has stored."""
 LAYOUT_VALUES = frozenset({"block_size", "kv_layout", "attention_isa", "device", "tokenizer"})
@@ -43,9 +49,22 @@ def model_digest(fingerprint: Mapping[str, str], chunk_tokens: int) -> bytes:
     return blake3(_encode(("splitserve chunk", FORMAT_VERSION, chunk_tokens, values))).digest()
 
 
-def root_key(model: bytes, salt: str, adapter: str) -> bytes:
-    """What the first chunk's key is keyed with."""
-    return blake3(_encode((salt, adapter)), key=model).digest()
+def root_key(model: bytes, tenant: bytes, salt: str, adapter: str) -> bytes:
+    """What the first chunk's key is keyed with. ``tenant`` is the tag that all keys begin with."""
+    assert len(tenant) == TAG_BYTES
+    return tenant + blake3(_encode((salt, adapter)), key=model).digest(HASH_BYTES)
+
+
+def tenant_of(key: bytes) -> bytes:
+    """The tag of the tenant that a chunk belongs to."""
+    return key[:TAG_BYTES]
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """The keys of a message. Raises ``ValueError`` when they are no whole number of keys."""
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are no whole number of keys")
+    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
 
 
 def chunk_keys(
@@ -62,12 +81,13 @@ def chunk_keys(
     """
     keys = list(known)
     parent = keys[-1] if keys else root
+    tag = root[:TAG_BYTES]
     pictures = list(media)
     for start in range(len(keys) * chunk_tokens, len(tokens) - chunk_tokens + 1, chunk_tokens):
         content = _encode(tokens[start : start + chunk_tokens])
         if pictures:
             content += _encode(_inside(pictures, start, start + chunk_tokens))
-        parent = blake3(content, key=parent).digest()
+        parent = tag + blake3(content, key=parent).digest(HASH_BYTES)
         keys.append(parent)
     return keys
 

@@ -79,7 +79,6 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     parent: bytes
     """Key of the chunk before the first one; empty at a prompt's beginning."""
     keys: bytes
-    tenant: str
     marks: tuple[tuple[int, Mark], ...] = ()
     """(index of a chunk, a mark that ends in it)."""
 

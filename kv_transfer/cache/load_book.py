@@ -1,0 +1,282 @@
+"""Chunks that clients want to read: held in the arena, or on their way into it. Pure.
+
+A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
+and is given up with it. Chunks that two clients want are read once. A read that finds no slot waits
+for one until its load's time is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
+from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
+    from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.tier_book import TierBook
+
+NOBODY = -1
+"""The client of a prefetch."""
+
+
+@dataclass(eq=False)
+class Load:
+    """What one client wants."""
+
+    client: int
+    load_id: int
+    keys: list[bytes]
+    until: float
+    held: dict[int, ArenaEntry] = field(default_factory=dict)
+    """Chunks that the client may read now, by index."""
+    wanted: int = 0
+    """Chunks before this index are asked for or answered."""
+    end: int = 0
+    """Chunks from this index on will not come."""
+    pins: bool = False
+
+    def is_over(self) -> bool:
+        """Whether nothing will be added."""
+        return self.wanted >= self.end
+
+
+@dataclass(eq=False)
+class Reading:
+    """A chunk on its way from a tier into a slot."""
+
+    entry: ArenaEntry
+    tiers: deque[TierBook]
+    """Tiers to try after this one."""
+    waiters: list[tuple[Load, int]] = field(default_factory=list)
+
+
+class LoadBook:
+    """All loads and reads."""
+
+    def __init__(
+        self,
+        arena: ArenaBook,
+        tiers: Sequence[TierBook],
+        on_used: Callable[[ArenaEntry], list[Effect]],
+        on_read: Callable[[ArenaEntry], list[Effect]],
+        blank: Callable[[], Chunk],
+    ) -> None:
+        self._arena = arena
+        self._tiers = tiers
+        self._on_used = on_used
+        self._on_read = on_read
+        self._blank = blank
+        self._loads: dict[tuple[int, int], Load] = {}
+        self._reading: dict[bytes, Reading] = {}
+        self._starved: dict[tuple[int, int], Load] = {}
+        """Loads whose next chunk found no slot."""
+        self._prefetches = 0
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def open_loads(self) -> int:
+        """Loads that are not closed."""
+        return len(self._loads)
+
+    def open(
+        self, client: int, load_id: int, keys: list[bytes], until: float, now: float
+    ) -> list[Effect]:
+        """A client wants these. Raises ``ValueError`` for a load id that is in use."""
+        if (client, load_id) in self._loads:
+            raise ValueError(f"load {load_id} is open already")
+        load = Load(client, load_id, keys, until, end=len(keys))
+        self._loads[client, load_id] = load
+        return self._go_on(load, now)
+
+    def prefetch(self, keys: list[bytes], until: float, now: float) -> list[Effect]:
+        """These are brought into the arena for nobody in particular."""
+        self._prefetches += 1
+        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys))
+        self._loads[NOBODY, load.load_id] = load
+        return self._go_on(load, now)
+
+    def close(
+        self, client: int, load_id: int, indices: Sequence[int], now: float
+    ) -> list[Effect]:
+        """The client does not read these any more (none named: nothing of the load)."""
+        load = self._loads.get((client, load_id))
+        if load is None:
+            return []
+        for index in list(indices) or list(load.held):
+            entry = load.held.pop(index, None)
+            if entry is not None:
+                self._arena.release(entry)
+        if not indices:
+            load.end = min(load.end, load.wanted)
+            self._forget(load)
+        elif load.is_over() and not load.held and not self._is_awaited(load):
+            self._forget(load)
+        return self._feed(now)
+
+    def key_of(self, client: int, load_id: int, index: int) -> bytes | None:
+        """The key behind an index of a load."""
+        load = self._loads.get((client, load_id))
+        return load.keys[index] if load is not None and 0 <= index < len(load.keys) else None
+
+    def client_gone(self, client: int, now: float) -> list[Effect]:
+        """Nobody of this connection reads any more."""
+        effects: list[Effect] = []
+        for found, load_id in [key for key in self._loads if key[0] == client]:
+            effects += self.close(found, load_id, (), now)
+        return effects
+
+    def was_read(self, key: bytes, chunk: Chunk | None, now: float) -> list[Effect]:
+        """A tier has brought a chunk into its slot, or (None) has not."""
+        reading = self._reading[key]
+        if chunk is None:
+            while reading.tiers:
+                tier = reading.tiers.popleft()
+                if tier.is_usable:
+                    return [ReadChunk(tier.number, key, reading.entry.value.offset)]
+        del self._reading[key]
+        if chunk is None:
+            self._arena.withdraw(reading.entry)
+            self.counters["lost"] += 1
+            effects: list[Effect] = []
+            for load, index in reading.waiters:
+                effects += self._give_up(load, index)
+            return effects + self._feed(now)
+        entry = reading.entry
+        self._arena.publish(entry, chunk, now)
+        effects = self._on_read(entry)
+        for load, index in reading.waiters:
+            if index < load.end:
+                effects += self._hold(load, index, entry)
+        return effects + self._feed(now)
+
+    def expire(self, now: float) -> list[Effect]:
+        """Loads whose time is over get no more chunks; those they hold stay theirs."""
+        effects: list[Effect] = []
+        for load in list(self._loads.values()):
+            if now >= load.until and (not load.is_over() or self._is_awaited(load)):
+                first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
+                self.counters["late"] += 1
+                effects += self._give_up(load, first)
+        return effects
+
+    def next_deadline(self) -> float:
+        """When the first load's time is over."""
+        return min((load.until for load in self._loads.values()), default=float("inf"))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _go_on(self, load: Load, now: float) -> list[Effect]:
+        """Ask for as many of the load's chunks as there are slots for."""
+        effects: list[Effect] = []
+        ready: list[ReadyChunk] = []
+        while load.wanted < load.end:
+            index = load.wanted
+            key = load.keys[index]
+            entry = self._arena.index.get(key)
+            if entry is not None:
+                load.wanted += 1
+                effects += self._on_used(entry)
+                if load.client != NOBODY:
+                    self._arena.index.lease(entry)
+                    load.held[index] = entry
+                    ready.append(_ready(index, entry))
+                continue
+            reading = self._reading.get(key)
+            if reading is None:
+                started = self._start_reading(load, index)
+                if started is None:
+                    self._starved[load.client, load.load_id] = load
+                    break
+                effects += started
+                if key not in self._reading:
+                    break
+                reading = self._reading[key]
+            reading.waiters.append((load, index))
+            load.wanted += 1
+        if ready:
+            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
+        if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
+            self._forget(load)
+        return effects
+
+    def _start_reading(self, load: Load, index: int) -> list[Effect] | None:
+        """The order to read a chunk; None when there is no slot now."""
+        key = load.keys[index]
+        tiers = deque(
+            tier
+            for tier in self._tiers
+            if tier.is_usable and (tier.index is None or tier.index.get(key) is not None)
+        )
+        if not tiers:
+            return self._give_up(load, index)
+        if self._arena.index.is_reserved(key):
+            return None  # An engine is writing it.
+        parent = load.keys[index - 1] if index else b""
+        entry = self._arena.reserve(key, parent, self._blank())
+        if entry is None:
+            return None
+        first = tiers.popleft()
+        self._reading[key] = Reading(entry, tiers)
+        return [ReadChunk(first.number, key, entry.value.offset)]
+
+    def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
+        if load.client == NOBODY:
+            if load.is_over() and not self._is_awaited(load):
+                self._forget(load)
+            return []
+        if (load.client, load.load_id) not in self._loads:
+            return []
+        self._arena.index.lease(entry)
+        load.held[index] = entry
+        return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+
+    def _give_up(self, load: Load, index: int) -> list[Effect]:
+        """The load's chunks from ``index`` on will not come."""
+        if index >= load.end:
+            return []
+        missing = tuple(i for i in range(index, load.end) if i not in load.held)
+        load.end = index
+        self._starved.pop((load.client, load.load_id), None)
+        if load.client == NOBODY:
+            self._forget(load)
+            return []
+        return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
+
+    def _feed(self, now: float) -> list[Effect]:
+        """A slot may be free: loads that wait for one go on."""
+        effects: list[Effect] = []
+        starved, self._starved = self._starved, {}
+        for load in starved.values():
+            if (load.client, load.load_id) in self._loads:
+                effects += self._go_on(load, now)
+        return effects
+
+    def _is_waiting(self, load: Load, index: int) -> bool:
+        if index >= load.wanted:
+            return True
+        reading = self._reading.get(load.keys[index])
+        return reading is not None and (load, index) in reading.waiters
+
+    def _is_awaited(self, load: Load) -> bool:
+        return any(self._is_waiting(load, index) for index in range(load.end))
+
+    def _forget(self, load: Load) -> None:
+        self._loads.pop((load.client, load.load_id), None)
+        self._starved.pop((load.client, load.load_id), None)
+
+
+def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:
+    chunk = entry.value
+    return ReadyChunk(
+        index=index,
+        offset=chunk.offset,
+        geometry=chunk.geometry,
+        pieces=chunk.pieces,
+        checksums=chunk.checksums,
+    )

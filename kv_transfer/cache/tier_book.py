@@ -1,0 +1,149 @@
+"""What the server knows of one lower tier: what is in it (where this host owns it), what is being
+written to it, how it does. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from splitserve.kv_transfer.cache.book_effects import Effect, RemoveChunks, WriteChunk
+from splitserve.kv_transfer.cache.index import TierIndex
+from splitserve.kv_transfer.cache.keys import tenant_of
+from splitserve.kv_transfer.cache.tier_health import TierHealth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.settings import TierSettings
+
+UNBOUNDED_BYTES = 1 << 62
+WRITTEN_LIMIT_KEYS = 65_536
+"""Keys that this host has written to a shared tier and remembers, so as not to write them again."""
+
+
+class TierBook:
+    """One lower tier. ``index`` is None where others write to the store too."""
+
+    def __init__(
+        self,
+        number: int,
+        settings: TierSettings,
+        *,
+        is_exclusive: bool,
+        write_limit_bytes: int,
+        quotas: Callable[[str], int | None],
+    ) -> None:
+        self.number = number
+        self.settings = settings
+        self.health = TierHealth(is_remote=not is_exclusive)
+        self.counters: Counter[str] = Counter()
+        capacity = settings.capacity_bytes or UNBOUNDED_BYTES
+        self.index: TierIndex[None] | None = (
+            TierIndex(capacity, settings.eviction, settings.ttl_s, quotas) if is_exclusive else None
+        )
+        self.writing: dict[bytes, int] = {}
+        """Key to size of what was handed to the tier and has not been answered."""
+        self._write_limit_bytes = write_limit_bytes
+        self._quotas = quotas
+        self._written: dict[bytes, None] = {}
+        self.written_bytes_by_tenant: Counter[str] = Counter()
+        """Of a shared tier: what this server has put there."""
+
+    @property
+    def name(self) -> str:
+        """As in the configuration."""
+        return self.settings.type
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the tier is asked at all."""
+        return not self.health.is_open
+
+    def filled(self, stored: Iterable[tuple[bytes, int]], now: float) -> list[Effect]:
+        """The store holds these from an earlier life, oldest first. What is beyond the capacity
+        goes.
+        """
+        assert self.index is not None
+        gone: list[bytes] = []
+        for key, size in stored:
+            room = self.index.make_room(size, tenant_of(key).hex())
+            if room is None:
+                gone.append(key)
+                continue
+            gone += [entry.key for entry in room]
+            self.index.add(key, b"", size, tenant_of(key).hex(), None, now)
+        return [RemoveChunks(self.number, gone)] if gone else []
+
+    def has(self, key: bytes) -> bool:
+        """Whether the chunk is known to be there, or will be soon."""
+        if key in self.writing:
+            return True
+        return key in self._written if self.index is None else self.index.get(key) is not None
+
+    def admits(self, uses: int) -> bool:
+        """Whether a chunk that was used so often is written here."""
+        admission = self.settings.admission
+        return admission == "always" or (admission == "second_use" and uses > 0)
+
+    def write(self, key: bytes, chunk: Chunk) -> WriteChunk | None:
+        """The order to write a chunk; None when the tier does not take it now."""
+        size_bytes = chunk.geometry.chunk_bytes
+        if not self.is_usable or self.has(key):
+            return None
+        if sum(self.writing.values()) + size_bytes > self._write_limit_bytes:
+            self.counters["writes_shed"] += 1
+            return None
+        limit = self._quotas(tenant_of(key).hex())
+        held = self.written_bytes_by_tenant[tenant_of(key).hex()]
+        if self.index is None and limit is not None and held + size_bytes > limit:
+            self.counters["writes_over_quota"] += 1
+            return None
+        self.writing[key] = size_bytes
+        return WriteChunk(self.number, key, chunk)
+
+    def written(self, key: bytes, parent: bytes, outcome: str, now: float) -> list[Effect]:
+        """A write has ended: ``written``, ``full`` or ``failed``."""
+        size = self.writing.pop(key)
+        self.counters[f"writes_{outcome}"] += 1
+        if outcome == "full" and self.index is not None:
+            return self._make_way(now)
+        if outcome != "written":
+            return []
+        self.counters["written_bytes"] += size
+        self.health.wrote()
+        if self.index is None:
+            self.written_bytes_by_tenant[tenant_of(key).hex()] += size
+            self._written[key] = None
+            if len(self._written) > WRITTEN_LIMIT_KEYS:
+                del self._written[next(iter(self._written))]
+            return []
+        room = self.index.make_room(size, tenant_of(key).hex())
+        if room is None:
+            return [RemoveChunks(self.number, [key])]
+        self.index.add(key, parent, size, tenant_of(key).hex(), None, now)
+        return [RemoveChunks(self.number, [e.key for e in room])] if room else []
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """The store does not have these, or not any more."""
+        for key in keys:
+            self._written.pop(key, None)
+            if self.index is not None:
+                self.index.remove(key)
+
+    def expire(self, now: float) -> list[Effect]:
+        """What has outlived the tier's time goes."""
+        if self.index is None:
+            return []
+        keys = [entry.key for entry in self.index.expire(now)]
+        self.counters["expired"] += len(keys)
+        return [RemoveChunks(self.number, keys)] if keys else []
+
+    def _make_way(self, now: float) -> list[Effect]:
+        """The disk is fuller than its index says: the capacity is what fits."""
+        assert self.index is not None
+        self.counters["disk_full"] += 1
+        self.index.capacity_bytes = max(self.index.used_bytes - 1, 0)
+        room = self.index.make_room(0, "") or []
+        return [RemoveChunks(self.number, [e.key for e in room])] if room else []

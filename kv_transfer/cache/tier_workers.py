@@ -1,0 +1,283 @@
+"""The threads that do a lower tier's work: some that read and ask, one that writes and removes.
+
+They touch no state of the server: a job goes in by a queue, its result comes out by another one,
+and a descriptor wakes the server. Buffers are the arena's slots, which the server keeps for the job
+until its result is taken up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from queue import Empty, Queue
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from splitserve.kv_transfer.cache.chunk import Chunk
+from splitserve.kv_transfer.cache.chunk_format import BadChunkError
+from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, TierError, WriteOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from splitserve.kv_transfer.cache.sealing import ChunkCodec
+    from splitserve.kv_transfer.cache.tiers.base import Tier
+
+logger = logging.getLogger(__name__)
+
+READ_BATCH_LIMIT = 16
+STOP_DEADLINE_S = 5.0
+PROBE_KEY = bytes(32)
+
+
+class Asked(NamedTuple):
+    """A tier has this many of the keys, from the first one on."""
+
+    ask_id: int
+    present: int
+    elapsed_s: float
+
+
+class WasRead(NamedTuple):
+    """A chunk has been brought into its slot; None: the tier does not have it whole."""
+
+    key: bytes
+    chunk: Chunk | None
+    elapsed_s: float
+    was_broken: bool = False
+
+
+class WasWritten(NamedTuple):
+    """A write has ended."""
+
+    key: bytes
+    outcome: str
+
+
+class Failed(NamedTuple):
+    """The tier could not be used."""
+
+    reason: str
+
+
+class Probed(NamedTuple):
+    """The tier answers."""
+
+    elapsed_s: float
+
+
+class Cleared(NamedTuple):
+    """So many chunks were removed."""
+
+    clear_id: int
+    chunks: int
+
+
+class ReadJob(NamedTuple):
+    """Read a chunk into a slot's memory."""
+
+    key: bytes
+    offset: int
+    body: memoryview
+
+
+class WriteJob(NamedTuple):
+    """Write what lies in a slot."""
+
+    key: bytes
+    chunk: Chunk
+    body: memoryview
+
+
+Result = Asked | WasRead | WasWritten | Failed | Probed | Cleared
+
+
+class TierWorkers:
+    """One tier's threads."""
+
+    def __init__(
+        self, number: int, tier: Tier, codec: ChunkCodec, *, readers: int, wake: Callable[[], None]
+    ) -> None:
+        self.number = number
+        self._tier = tier
+        self._codec = codec
+        self._wake = wake
+        self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
+        self._writes: Queue[Callable[[], None] | None] = Queue()
+        self._results: deque[Result] = deque()
+        names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
+        self._threads = [
+            threading.Thread(target=loop, name=f"tier-{number}-{name}", daemon=True)
+            for name, loop in names
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the server's thread -------------------------------------------------------------------
+
+    def take_results(self) -> list[Result]:
+        """What has ended since the last call."""
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken
+
+    def ask(self, ask_id: int, keys: Sequence[bytes]) -> None:
+        """See ``AskTier``."""
+        self._reads.put(lambda: self._do_ask(ask_id, keys))
+
+    def probe(self) -> None:
+        """See ``ProbeTier``."""
+        self._reads.put(self._do_probe)
+
+    def read(self, job: ReadJob) -> None:
+        """See ``ReadChunk``."""
+        self._reads.put(job)
+
+    def write(self, job: WriteJob) -> None:
+        """See ``WriteChunk``."""
+        self._writes.put(lambda: self._do_write(job))
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See ``RemoveChunks``."""
+        self._writes.put(lambda: self._do_remove(keys))
+
+    def clear(self, clear_id: int, prefix: bytes) -> None:
+        """See ``ListTier``."""
+        self._writes.put(lambda: self._do_clear(clear_id, prefix))
+
+    def stop(self) -> None:
+        """The threads have ended, or hang in a call that has a timeout of its own; queued jobs are
+        dropped.
+        """
+        for queue in (self._reads, self._writes):
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
+        for thread in self._threads:
+            (self._writes if thread.name.endswith("write") else self._reads).put(None)
+        until = monotonic() + STOP_DEADLINE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._tier.close()
+
+    # -- the tier's threads --------------------------------------------------------------------
+
+    def _read_loop(self) -> None:
+        while (job := self._reads.get()) is not None:
+            if not isinstance(job, ReadJob):
+                job()
+                continue
+            batch, other = [job], None
+            while len(batch) < READ_BATCH_LIMIT:
+                try:
+                    other = self._reads.get_nowait()
+                except Empty:
+                    break
+                if not isinstance(other, ReadJob):
+                    break
+                batch.append(other)
+                other = None
+            self._do_read(batch)
+            if other is not None:
+                other()
+
+    def _write_loop(self) -> None:
+        while (job := self._writes.get()) is not None:
+            job()
+
+    def _done(self, *results: Result) -> None:
+        self._results.extend(results)
+        self._wake()
+
+    def _do_ask(self, ask_id: int, keys: Sequence[bytes]) -> None:
+        began = monotonic()
+        try:
+            found = self._tier.contains(keys)
+        except TierError as error:
+            self._done(Failed(str(error)), Asked(ask_id, 0, monotonic() - began))
+            return
+        present = found.index(False) if False in found else len(found)
+        self._done(Asked(ask_id, present, monotonic() - began))
+
+    def _do_probe(self) -> None:
+        began = monotonic()
+        try:
+            self._tier.contains([PROBE_KEY])
+        except TierError as error:
+            self._done(Failed(str(error)))
+            return
+        self._done(Probed(monotonic() - began))
+
+    def _do_read(self, batch: list[ReadJob]) -> None:
+        headers = [bytearray(self._codec.header_bytes) for _ in batch]
+        buffers = [
+            ChunkBuffers(job.key, memoryview(header), job.body)
+            for job, header in zip(batch, headers, strict=True)
+        ]
+        left = set(range(len(batch)))
+        last = monotonic()
+        try:
+            for number, outcome in self._tier.read(buffers):
+                now = monotonic()
+                left.discard(number)
+                self._done(self._was_read(batch[number], buffers[number], outcome, now - last))
+                last = monotonic()
+        except TierError as error:
+            self._done(Failed(str(error)))
+        for number in left:
+            self._done(WasRead(batch[number].key, None, 0.0))
+
+    def _was_read(
+        self, job: ReadJob, buffers: ChunkBuffers, outcome: ReadOutcome, elapsed_s: float
+    ) -> WasRead:
+        if outcome is not ReadOutcome.HIT:
+            return WasRead(job.key, None, elapsed_s, outcome is ReadOutcome.BROKEN)
+        try:
+            chunk = self._codec.opened(job.key, job.offset, buffers.header, buffers.body)
+        except BadChunkError as error:
+            logger.warning("%s", error)
+            with suppress(TierError):  # It is a miss now, and will be found broken again.
+                self._tier.remove([job.key])
+            return WasRead(job.key, None, elapsed_s, True)
+        return WasRead(job.key, chunk, elapsed_s)
+
+    def _do_write(self, job: WriteJob) -> None:
+        try:
+            header, body = self._codec.sealed(job.key, job.chunk, job.body)
+            outcome = self._tier.write([ChunkBuffers(job.key, memoryview(header), body)])[0]
+        except TierError as error:
+            self._done(Failed(str(error)), WasWritten(job.key, "failed"))
+            return
+        self._done(WasWritten(job.key, "full" if outcome is WriteOutcome.FULL else "written"))
+
+    def _do_remove(self, keys: Sequence[bytes]) -> None:
+        try:
+            self._tier.remove(keys)
+        except TierError as error:
+            self._done(Failed(str(error)))
+
+    def _do_clear(self, clear_id: int, prefix: bytes) -> None:
+        removed = 0
+        try:
+            keys = [stored.key for stored in self._tier.stored() if stored.key.startswith(prefix)]
+            for start in range(0, len(keys), READ_BATCH_LIMIT):
+                removed += self._tier.remove(keys[start : start + READ_BATCH_LIMIT])
+        except TierError as error:
+            self._done(Failed(str(error)))
+        self._done(Cleared(clear_id, removed))
+
+
+def waker() -> tuple[int, Callable[[], None]]:
+    """A descriptor that becomes readable when the function beside it is called, from any thread."""
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def wake() -> None:
+        with suppress(BlockingIOError):  # Its counter is full: it is readable.
+            os.eventfd_write(descriptor, 1)
+
+    return descriptor, wake
