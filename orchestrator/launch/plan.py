@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
+from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.engines.command import engine_command
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.ports import with_ports
@@ -44,7 +45,7 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
     has been started.
     """
-    config = load(source)
+    config = with_cache_paths(load(source))
     try:
         preflight(config, environ)
     except ConfigError as error:
@@ -55,15 +56,42 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
 
 def with_log_dir(config: ClusterConfig) -> ClusterConfig:
     """The configuration with the folder of its logs as an absolute path."""
-    configured = config.observability.log_dir
-    folder = Path(configured).expanduser() if configured else ClusterFiles(config.name).log_dir
-    observability = config.observability.model_copy(update={"log_dir": str(folder.absolute())})
+    folder = _absolute(config.observability.log_dir, ClusterFiles(config.name).log_dir)
+    observability = config.observability.model_copy(update={"log_dir": folder})
     return config.model_copy(update={"observability": observability})
 
 
+def with_cache_paths(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the cache's socket and the folders of its disk tiers as absolute
+    paths.
+    """
+    cache = config.cache
+    if cache is None:
+        return config
+    files = ClusterFiles(config.name)
+    tiers = [
+        tier.model_copy(update={"path": _absolute(tier.path, files.cache_dir)})
+        if tier.type == "disk"
+        else tier
+        for tier in cache.tiers
+    ]
+    socket_path = _absolute(cache.socket_path, files.cache_socket_path)
+    update = {"tiers": tiers, "socket_path": socket_path}
+    return config.model_copy(update={"cache": cache.model_copy(update=update)})
+
+
+def _absolute(path: str | None, default: Path) -> str:
+    return str((Path(path).expanduser() if path else default).absolute())
+
+
 def shown_config(config: ClusterConfig) -> str:
-    """The resolved configuration as YAML; values of variables with telling names are hidden."""
+    """The resolved configuration as YAML; values of variables with telling names are hidden, and
+    user names and passwords in URLs.
+    """
     data: dict[str, Any] = config.model_dump(exclude_none=True)
+    for tier in data.get("cache", {}).get("tiers", ()):
+        if "url" in tier:
+            tier["url"] = shown_url(tier["url"])
     for pool in ("prefill", "decode"):
         data[pool]["env"] = shown_env(data[pool]["env"])
     text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)

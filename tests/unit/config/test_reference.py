@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config.reference import reference
-from splitserve.orchestrator.config.schema import Section
+from splitserve.orchestrator.config.fields import Section
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
