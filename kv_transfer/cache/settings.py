@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 DEFAULT_STAGING_BYTES = 256 * MIB
+CACHE_SECRET_ENV = "SPLITSERVE_CACHE_SECRET"
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +48,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Tenant to tier name to bytes; ``*`` stands for every tenant that is not named."""
     encrypt: bool = False
     """Chunks in lower tiers are sealed with AES-GCM under a key of their tenant."""
-    secret_env: str = "SPLITSERVE_CACHE_SECRET"
+    secret_env: str = CACHE_SECRET_ENV
     """Variable with the hex secret from which tenants' keys are derived."""
 
 

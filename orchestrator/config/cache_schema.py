@@ -47,7 +47,7 @@ class TierConfig(Section):
     password in the URL is hidden in output, but lies in files of the user's state folder.
     """
 
-    options: dict[str, str] = {}
+    options: dict[str, str] = Field(default={})
     """Further settings of the store's client, such as `endpoint` or `region` for `s3`; no secrets.
     """
 
@@ -105,7 +105,7 @@ class CacheConfig(Section):
     more is not saved, so that serving is never slowed.
     """
 
-    quotas: list[QuotaConfig] = []
+    quotas: list[QuotaConfig] = Field(default=[])
     """Bounds per tenant and tier; none means that tenants share each tier freely."""
 
     encrypt: bool = False

@@ -213,7 +213,7 @@ class PoolConfig(Section):
     engine_args: EngineArgs = EngineArgs()
     """What the engines are started with."""
 
-    env: dict[VariableName, VariableValue] = {}
+    env: dict[VariableName, VariableValue] = Field(default={})
     """Environment variables of the engines; they win over those that splitserve sets. Values of
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
@@ -328,7 +328,7 @@ class SecurityConfig(Section):
     each `up` makes a new one.
     """
 
-    api_keys: list[ApiKeyConfig] = []
+    api_keys: list[ApiKeyConfig] = Field(default=[])
     """Keys that clients must send as `Authorization: Bearer KEY`; none means that every client on
     the listening address is served.
     """

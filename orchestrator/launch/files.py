@@ -138,7 +138,7 @@ class ClusterFiles:
         operators' token written.
         """
         self._make_folders()
-        for pattern in ("*.status.json", "*.incarnation", "*.start"):
+        for pattern in ("*.status.json", "*.incarnation", "*.start", "cache.json"):
             for old in self.run_dir.glob(pattern):
                 old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())
