@@ -29,7 +29,8 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is read only).
     """
     url: str = ""
-    """``redis://``, ``rediss://``, ``s3://``, ``file://``; credentials come from the environment.
+    """``redis://``, ``rediss://``, ``s3://``, ``gs://``, ``az://`` or ``file://`` (an object store
+    in a folder); of a disk tier its folder. Credentials come from the environment.
     """
     options: dict[str, str] = {}
 

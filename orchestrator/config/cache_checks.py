@@ -25,7 +25,9 @@ _SECRET_OPTION = re.compile(
     r"|secret",
     re.IGNORECASE,
 )
+_VARIABLE = re.compile(r"^\$\{[A-Za-z_][A-Za-z0-9_]*\}$")
 _USER_INFO = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/?#]*@")
+_QUERY = re.compile(r"([?&][^=&]*(?:pass|secret|token|key|sig)[^=&]*=)[^&#]*", re.IGNORECASE)
 
 
 def cache_problems(config: ClusterConfig) -> list[str]:
@@ -42,8 +44,8 @@ def cache_problems(config: ClusterConfig) -> list[str]:
 
 
 def shown_url(url: str) -> str:
-    """``url`` without user name and password."""
-    return _USER_INFO.sub(r"\1(hidden)@", url)
+    """``url`` without user name, password and other secrets."""
+    return _QUERY.sub(r"\1(hidden)", _USER_INFO.sub(r"\1(hidden)@", url))
 
 
 def _chunk_problems(cache: CacheConfig, config: ClusterConfig) -> Iterator[str]:
@@ -72,10 +74,10 @@ def _tier_problems(where: str, index: int, tier: TierConfig) -> Iterator[str]:
     if tier.type == "cpu" and tier.admission != "always":
         yield f"{where}.admission: every chunk passes through the cpu tier; remove it"
     for name in tier.options:
-        if _SECRET_OPTION.search(name):
+        if _SECRET_OPTION.search(name) and not _VARIABLE.match(tier.options[name]):
             yield (
-                f"{where}.options.{name}: secrets do not belong into the YAML; give it as an "
-                "environment variable of `splitserve up`"
+                f"{where}.options.{name}: secrets do not belong into the YAML; write ${{NAME}} "
+                "and set that environment variable for `splitserve up`"
             )
 
 

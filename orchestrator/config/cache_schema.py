@@ -43,12 +43,14 @@ class TierConfig(Section):
 
     url: str | None = Field(default=None, min_length=1)
     """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
-    or `file:///FOLDER`. Credentials belong into environment variables of `splitserve up`; a
-    password in the URL is hidden in output, but lies in files of the user's state folder.
+    or `file:///FOLDER`. Credentials belong into environment variables of `splitserve up`, and
+    `${NAME}` stands for one; a password in the URL is hidden in output, but lies in files of the
+    user's state folder.
     """
 
     options: dict[str, str] = Field(default={})
-    """Further settings of the store's client, such as `endpoint` or `region` for `s3`; no secrets.
+    """Further settings of the store's client, such as `endpoint` or `region` for `s3`; for secrets
+    write `${NAME}`, an environment variable of `splitserve up`.
     """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
@@ -35,11 +34,11 @@ def cache_settings(cache: CacheConfig, secret: bytes) -> CacheSettings:
 
 
 def tier_settings(tier: TierConfig) -> TierSettings:
-    """One tier's settings; a disk tier's folder becomes a ``file://`` URL."""
+    """One tier's settings; a disk tier's URL is its folder."""
     url = tier.url or ""
     if tier.type == "disk":
         assert tier.path is not None, "the configuration's paths are filled in by `up`"
-        url = Path(tier.path).as_uri()
+        url = tier.path
     return TierSettings(
         type=tier.type,
         capacity_bytes=tier.capacity_bytes,

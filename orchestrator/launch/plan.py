@@ -6,7 +6,6 @@ import re
 import secrets
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -14,7 +13,7 @@ import yaml
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.engines.command import engine_command
-from splitserve.orchestrator.launch.files import ClusterFiles
+from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir
 from splitserve.orchestrator.launch.ports import with_ports
 from splitserve.orchestrator.launch.preflight import model_of, preflight
 
@@ -52,36 +51,6 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
         raise ConfigError(error.problems, source) from error
     config = with_log_dir(with_ports(config))
     return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config))
-
-
-def with_log_dir(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the folder of its logs as an absolute path."""
-    folder = _absolute(config.observability.log_dir, ClusterFiles(config.name).log_dir)
-    observability = config.observability.model_copy(update={"log_dir": folder})
-    return config.model_copy(update={"observability": observability})
-
-
-def with_cache_paths(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the cache's socket and the folders of its disk tiers as absolute
-    paths.
-    """
-    cache = config.cache
-    if cache is None:
-        return config
-    files = ClusterFiles(config.name)
-    tiers = [
-        tier.model_copy(update={"path": _absolute(tier.path, files.cache_dir)})
-        if tier.type == "disk"
-        else tier
-        for tier in cache.tiers
-    ]
-    socket_path = _absolute(cache.socket_path, files.cache_socket_path)
-    update = {"tiers": tiers, "socket_path": socket_path}
-    return config.model_copy(update={"cache": cache.model_copy(update=update)})
-
-
-def _absolute(path: str | None, default: Path) -> str:
-    return str((Path(path).expanduser() if path else default).absolute())
 
 
 def shown_config(config: ClusterConfig) -> str:
