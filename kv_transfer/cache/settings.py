@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 MIB = 1 << 20
 DEFAULT_STAGING_BYTES = 256 * MIB
+CACHE_SECRET_ENV = "SPLITSERVE_CACHE_SECRET"
 
 
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +29,8 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is read only).
     """
     url: str = ""
-    """``redis://``, ``rediss://``, ``s3://``, ``file://``; credentials come from the environment.
+    """``redis://``, ``rediss://``, ``s3://``, ``gs://``, ``az://`` or ``file://`` (an object store
+    in a folder); of a disk tier its folder. Credentials come from the environment.
     """
     options: dict[str, str] = {}
 
@@ -44,5 +49,29 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Tenant to tier name to bytes; ``*`` stands for every tenant that is not named."""
     encrypt: bool = False
     """Chunks in lower tiers are sealed with AES-GCM under a key of their tenant."""
-    secret_env: str = "SPLITSERVE_CACHE_SECRET"
+    secret_env: str = CACHE_SECRET_ENV
     """Variable with the hex secret from which tenants' keys are derived."""
+
+
+class CacheClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine is told of its host's cache; durations in seconds, sizes in bytes."""
+
+    socket_path: str
+    chunk_tokens: int
+    lookup_timeout_s: float = 0.25
+    """How long a request waits for the answer to its look-up before it is computed."""
+    load_timeout_s: float = 30.0
+    """How long a request waits for its chunks."""
+    save_generated: bool = True
+    """Whether the KV of answers is kept too."""
+    save_limit_bytes: int = 256 * MIB
+    """KV of this rank that waits to be copied into the arena; more is not saved."""
+
+
+def tier_names(types: Iterable[str]) -> tuple[str, ...]:
+    """What tiers are called, in their order: ``cpu``, ``disk``, ``s3``, ``s3-2``."""
+    names: list[str] = []
+    for kind in types:
+        count = sum(name == kind or name.startswith(f"{kind}-") for name in names)
+        names.append(f"{kind}-{count + 1}" if count else kind)
+    return tuple(names)

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.table import Table
 
+from splitserve.kv_transfer.cache.settings import tier_names
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from splitserve.orchestrator.agent.status_file import NodeStatus
-    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.config import CacheConfig, ClusterConfig
     from splitserve.orchestrator.launch.base import ClusterStatus
 
 _ROUTER = "router"
+_CACHE = "cache"
 
 
 class LoadingDisplay:
@@ -38,9 +41,9 @@ class LoadingDisplay:
 
     def update(self, status: ClusterStatus) -> None:
         """Show ``status``."""
-        lines = {_ROUTER: status.router} | {
-            name: stage_of(node) for name, node in status.nodes.items()
-        }
+        lines = {_CACHE: status.cache} if status.cache else {}
+        lines[_ROUTER] = status.router
+        lines |= {name: stage_of(node) for name, node in status.nodes.items()}
         if self._live is not None:
             self._live.update(_loading_table(status, lines))
             return
@@ -77,6 +80,8 @@ def print_endpoints(
     for name, node in status.nodes.items():
         if node is not None:
             rows.append((name, node.phase, node.engine_url, f"{node.total_blocks} KV blocks"))
+    if config.cache is not None:
+        rows.append((_CACHE, status.cache, str(config.cache.socket_path), _size_of(config.cache)))
     if not console.is_terminal:
         for row in rows:
             console.print("  ".join(row), highlight=False, soft_wrap=True)
@@ -87,6 +92,13 @@ def print_endpoints(
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _size_of(cache: CacheConfig) -> str:
+    """``cpu 1.0 GB, disk 4.0 GB, s3``."""
+    names = tier_names(tier.type for tier in cache.tiers)
+    sizes = [f" {t.capacity_bytes / 1e9:.1f} GB" if t.capacity_bytes else "" for t in cache.tiers]
+    return ", ".join(name + size for name, size in zip(names, sizes, strict=True))
 
 
 def _loading_table(status: ClusterStatus, lines: dict[str, str]) -> Table:

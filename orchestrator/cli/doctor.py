@@ -10,6 +10,7 @@ import click
 
 from splitserve.orchestrator.cli.errors import EXIT_REFUSED
 from splitserve.orchestrator.config import load
+from splitserve.orchestrator.launch.paths import with_cache_paths
 from splitserve.orchestrator.launch.preflight import findings
 
 
@@ -20,7 +21,7 @@ def doctor(config: str) -> None:
     changed.
     """
     bad = 0
-    for finding in findings(load(config), os.environ):
+    for finding in findings(with_cache_paths(load(config)), os.environ):
         click.echo(f"{'FAIL' if finding.problems else 'ok':5} {finding.check}: {finding.detail}")
         for problem in finding.problems:
             bad += 1

@@ -17,14 +17,16 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from splitserve.kv_transfer.cache.settings import CacheSettings
+from splitserve.kv_transfer.cache.socket_path import is_listening
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.running import run_cluster
 from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
-from splitserve.orchestrator.launch.local import sweep
 from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
 
 if TYPE_CHECKING:
@@ -189,8 +191,18 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "source": record.source,
         "uptime_s": round(time.time() - record.started, 1),
         "log_dir": record.log_dir,
+        "cache": _cache_state(files) if running else "",
         "nodes": [msgspec.to_builtins(node) for node in nodes if node is not None],
     }
+
+
+def _cache_state(files: ClusterFiles) -> str:
+    """Whether the cache server takes connections; empty for a cluster without a cache."""
+    try:
+        settings = msgspec.json.decode(files.cache_settings_path.read_bytes(), type=CacheSettings)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return ""
+    return "ready" if is_listening(settings.socket_path) else "does not answer"
 
 
 def _print_cluster(facts: dict[str, Any]) -> None:
@@ -215,3 +227,9 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], node["role"], state, *numbers)
     console.print(table)
+    if facts["cache"]:
+        state = facts["cache"]
+        more = "; `splitserve cache stat` says more" if state == "ready" else ""
+        if not more:
+            more = f": the nodes compute everything; its log is {facts['log_dir']}/cache.log"
+        console.print(f"cache: {state}{more}", highlight=False, soft_wrap=True)

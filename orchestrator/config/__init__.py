@@ -5,10 +5,13 @@ Most callers need ``load(path_or_name) -> ClusterConfig``, ``load_resolved(path)
 ``up`` started, and ``nodes(config)``.
 """
 
+from splitserve.orchestrator.config.cache_schema import CacheConfig, QuotaConfig, TierConfig
 from splitserve.orchestrator.config.credentials import (
     SECRET_ENV,
+    cache_secret,
     cluster_secret,
     secret_for,
+    tenant_tag,
     tenants_by_key,
 )
 from splitserve.orchestrator.config.errors import ConfigError
@@ -38,6 +41,7 @@ from splitserve.orchestrator.config.schema import (
 __all__ = [
     "SECRET_ENV",
     "ApiKeyConfig",
+    "CacheConfig",
     "ClusterConfig",
     "ConditionalConfig",
     "ConfigError",
@@ -47,11 +51,14 @@ __all__ = [
     "ObservabilityConfig",
     "PolicyConfig",
     "PoolConfig",
+    "QuotaConfig",
     "RouterConfig",
     "SecurityConfig",
     "SupervisionConfig",
+    "TierConfig",
     "TransferConfig",
     "builtin_names",
+    "cache_secret",
     "cluster_secret",
     "dump_resolved",
     "load",
@@ -61,5 +68,6 @@ __all__ = [
     "parse",
     "router_url",
     "secret_for",
+    "tenant_tag",
     "tenants_by_key",
 ]

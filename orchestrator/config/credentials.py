@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.channel import SECRET_ENV as SECRET_ENV
-from splitserve.kv_transfer.channel import parse_secret
+from splitserve.kv_transfer.channel import mac, parse_secret
 from splitserve.orchestrator.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from splitserve.orchestrator.config.schema import ApiKeyConfig, ClusterConfig
+
+TENANT_TAG_BYTES = 8
 
 
 def new_secret() -> bytes:
@@ -44,8 +46,27 @@ def secret_for(config: ClusterConfig) -> bytes:
     """The secret of ``security.secret_file``, or a new one when the YAML names no file."""
     if config.security.secret_file is None:
         return new_secret()
-    where = "security.secret_file"
-    path = Path(config.security.secret_file).expanduser()
+    return _secret_in(config.security.secret_file, "security.secret_file")
+
+
+def cache_secret(config: ClusterConfig, secret: bytes) -> bytes:
+    """What the keys of the cache's tenants follow from: ``cache.secret_file``, or else the cluster
+    secret.
+    """
+    if config.cache is None or config.cache.secret_file is None:
+        return mac(secret, "cache encryption")
+    return _secret_in(config.cache.secret_file, "cache.secret_file")
+
+
+def tenant_tag(secret: bytes, tenant: str) -> str:
+    """What the cache knows a tenant by: a short keyed hash of its name; empty for the tenant
+    without a name.
+    """
+    return mac(secret, "tenant tag", tenant.encode())[:TENANT_TAG_BYTES].hex() if tenant else ""
+
+
+def _secret_in(file: str, where: str) -> bytes:
+    path = Path(file).expanduser()
     text = _read(path, where, "make one with `openssl rand -hex 32`")
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError([f"{where}: {path} can be read by others; run `chmod 600 {path}`"])

@@ -11,57 +11,22 @@ Names: a *pool* is ``prefill`` or ``decode``; its replicas are *nodes* called ``
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B?)\s*$")
-_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "k": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_bytes(value: object) -> object:
-    """A number of bytes from ``"1 GiB"``, ``"500MB"`` or an integer; anything else is returned as
-    it is, for pydantic to refuse.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.match(value)
-    if match is None:
-        raise ValueError(
-            f"{value!r} is no size; write bytes (1000000000) or a unit (1 GB, 512 MiB)"
-        )
-    prefix = match[2].removesuffix("B")
-    factor = _BINARY_UNITS[prefix[0]] if prefix.endswith("i") and len(prefix) == 2 else None
-    if factor is None:
-        if prefix not in _UNITS:
-            raise ValueError(f"{value!r} has an unknown unit; use kB, MB, GB, KiB, MiB or GiB")
-        factor = _UNITS[prefix]
-    try:
-        return int(float(match[1]) * factor)
-    except OverflowError:
-        raise ValueError(f"{value[:20]!r}... is larger than any memory") from None
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Host = Annotated[str, Field(min_length=1)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Cpu = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base of every section: strict, closed and frozen; fields are documented by the docstring
-    below them.
-    """
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
+from splitserve.orchestrator.config.cache_schema import CacheConfig
+from splitserve.orchestrator.config.fields import (
+    Bytes,
+    Cpu,
+    Host,
+    NonNegativeSeconds,
+    Port,
+    Seconds,
+    Section,
+    VariableName,
+    VariableValue,
+)
 
 
 class ModelConfig(Section):
@@ -248,7 +213,7 @@ class PoolConfig(Section):
     engine_args: EngineArgs = EngineArgs()
     """What the engines are started with."""
 
-    env: dict[VariableName, VariableValue] = {}
+    env: dict[VariableName, VariableValue] = Field(default={})
     """Environment variables of the engines; they win over those that splitserve sets. Values of
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
@@ -363,7 +328,7 @@ class SecurityConfig(Section):
     each `up` makes a new one.
     """
 
-    api_keys: list[ApiKeyConfig] = []
+    api_keys: list[ApiKeyConfig] = Field(default=[])
     """Keys that clients must send as `Authorization: Bearer KEY`; none means that every client on
     the listening address is served.
     """
@@ -436,6 +401,11 @@ class ClusterConfig(Section):
 
     decode: PoolConfig = PoolConfig()
     """The nodes that generate."""
+
+    cache: CacheConfig | None = None
+    """The shared cache of KV, from which prefill takes every prefix that some node has computed
+    before; without this section there is none.
+    """
 
     policy: PolicyConfig = PolicyConfig()
     """Decisions of the router."""

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from splitserve.kv_transfer.cache.settings import CacheClientConfig
 from splitserve.kv_transfer.channel import SECRET_ENV
 from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.checks import is_loopback
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.config import CacheConfig, ClusterConfig, NodeConfig
 
 API_KEY_ENV = "VLLM_API_KEY"
 """Environment variable with the key that the engine asks for, for every engine."""
@@ -68,7 +71,7 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         if other.pool == "prefill" and node.pool == "decode"
         for address in other.control_addresses
     ]
-    return {
+    settings: dict[str, Any] = {
         "transport": transfer.transport,
         "control_host": transfer.host,
         "control_port_base": node.control_port_base,
@@ -87,6 +90,21 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
         "warm_addresses": warm,
         "experimental_cuda": config.experimental_cuda,
     }
+    if config.cache is not None:
+        settings["cache"] = msgspec.to_builtins(_cache_client(config.cache))
+    return settings
+
+
+def _cache_client(cache: CacheConfig) -> CacheClientConfig:
+    assert cache.socket_path is not None, "the configuration's paths are filled in by `up`"
+    return CacheClientConfig(
+        socket_path=cache.socket_path,
+        chunk_tokens=cache.chunk_tokens,
+        lookup_timeout_s=cache.lookup_timeout_s,
+        load_timeout_s=cache.load_timeout_s,
+        save_generated=cache.save_generated,
+        save_limit_bytes=cache.save_limit_bytes,
+    )
 
 
 def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.kv_transfer.cache.settings import CacheClientConfig
 from splitserve.kv_transfer.channel import SECRET_ENV, parse_secret, tcp_address
 from splitserve.kv_transfer.settings import MIB, TransferSettings
 
@@ -38,6 +39,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     experimental_cuda: bool = False
     node: str = ""
     role: str = ""
+    cache: CacheClientConfig | None = None
+    """The cache of this engine's host; None where there is none."""
 
     @property
     def endpoint_address(self) -> str:

@@ -30,16 +30,24 @@ class ClusterStatus:
     """
     nodes: dict[str, NodeStatus | None]
     """By node name; None before its agent has spoken."""
+    cache: str = ""
+    """``starting``, ``ready``, ``dead`` (waits for a restart) or ``failed``; empty for a cluster
+    without a cache.
+    """
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router answers and uses every node."""
-        return self.router == "ready" and all(
-            status is not None
-            and status.phase == "ready"
-            and status.router_connected
-            and not status.refused
-            for status in self.nodes.values()
+        """Whether the router answers and uses every node, and the cache can be used."""
+        return (
+            self.router == "ready"
+            and self.cache in ("", "ready")
+            and all(
+                status is not None
+                and status.phase == "ready"
+                and status.router_connected
+                and not status.refused
+                for status in self.nodes.values()
+            )
         )
 
 

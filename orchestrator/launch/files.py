@@ -69,6 +69,21 @@ class ClusterFiles:
         return self.run_dir / "operator.token"
 
     @property
+    def cache_settings_path(self) -> Path:
+        """What the cache server is told."""
+        return self.run_dir / "cache.json"
+
+    @property
+    def cache_socket_path(self) -> Path:
+        """Where the cache server listens, by default."""
+        return self.run_dir / "cache.sock"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Default folder of the cache's disk tier; outlives the runs."""
+        return self.run_dir / "cache"
+
+    @property
     def log_dir(self) -> Path:
         """Default folder of the logs."""
         return self.run_dir / "logs"
@@ -123,7 +138,7 @@ class ClusterFiles:
         operators' token written.
         """
         self._make_folders()
-        for pattern in ("*.status.json", "*.incarnation", "*.start"):
+        for pattern in ("*.status.json", "*.incarnation", "*.start", "cache.json"):
             for old in self.run_dir.glob(pattern):
                 old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())

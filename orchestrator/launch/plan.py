@@ -6,14 +6,14 @@ import re
 import secrets
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
+from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.engines.command import engine_command
-from splitserve.orchestrator.launch.files import ClusterFiles
+from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir
 from splitserve.orchestrator.launch.ports import with_ports
 from splitserve.orchestrator.launch.preflight import model_of, preflight
 
@@ -44,7 +44,7 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
     has been started.
     """
-    config = load(source)
+    config = with_cache_paths(load(source))
     try:
         preflight(config, environ)
     except ConfigError as error:
@@ -53,17 +53,14 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config))
 
 
-def with_log_dir(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the folder of its logs as an absolute path."""
-    configured = config.observability.log_dir
-    folder = Path(configured).expanduser() if configured else ClusterFiles(config.name).log_dir
-    observability = config.observability.model_copy(update={"log_dir": str(folder.absolute())})
-    return config.model_copy(update={"observability": observability})
-
-
 def shown_config(config: ClusterConfig) -> str:
-    """The resolved configuration as YAML; values of variables with telling names are hidden."""
+    """The resolved configuration as YAML; values of variables with telling names are hidden, and
+    user names and passwords in URLs.
+    """
     data: dict[str, Any] = config.model_dump(exclude_none=True)
+    for tier in data.get("cache", {}).get("tiers", ()):
+        if "url" in tier:
+            tier["url"] = shown_url(tier["url"])
     for pool in ("prefill", "decode"):
         data[pool]["env"] = shown_env(data[pool]["env"])
     text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)

@@ -1,13 +1,12 @@
 """What this machine must offer before anything is started: one finding per check, so that ``up``
 refuses and ``doctor`` explains.
 
-Nothing is changed and no model is loaded; a check takes at most a second.
+Nothing is changed and no model is loaded; a check of this machine takes at most a second.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,12 @@ from splitserve.orchestrator.config import ConfigError, nodes, secret_for, tenan
 from splitserve.orchestrator.config.checks import fixed_ports
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.engines.versions import VersionError, check_versions, find_version
+from splitserve.orchestrator.launch.cache_preflight import (
+    arena_bytes,
+    cache_finding,
+    cache_secret_problems,
+)
+from splitserve.orchestrator.launch.finding import Finding
 from splitserve.orchestrator.launch.ports import is_free
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.resolve import resolve_model
@@ -37,17 +42,8 @@ _COPYING_TRANSPORTS = frozenset({"local", "nixl", "ucx"})
 _SOFTWARE_OF_TRANSPORT: dict[str, Software] = {"nixl": "nixl", "ucx": "ucxx"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. ``problems`` say what to change; empty means that it passed."""
-
-    check: str
-    detail: str
-    problems: tuple[str, ...] = ()
-
-
 def findings(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """All checks, cheapest first."""
+    """All checks, cheapest first, those that ask somebody else last."""
     checks: tuple[Callable[[ClusterConfig], Finding], ...] = (
         _cpus,
         _gpus,
@@ -56,6 +52,7 @@ def findings(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Find
         _model,
         _software,
         _same_host,
+        cache_finding,
     )
     for check in checks:
         yield check(config)
@@ -119,21 +116,22 @@ def _memory(config: ClusterConfig) -> Finding:
         for node in on_cpu
     )
     overhead = ENGINE_OVERHEAD_BYTES * len(on_cpu) if config.engine == "vllm" else 0
+    cache = arena_bytes(config.cache)
     available = available_memory_bytes()
+    cached = f", {cache / 1e9:.1f} GB of cache" if cache else ""
     detail = (
-        f"{kv / 1e9:.1f} GB of KV and about {overhead / 1e9:.1f} GB of engines, "
+        f"{kv / 1e9:.1f} GB of KV{cached} and about {overhead / 1e9:.1f} GB of engines, "
         f"{available / 1e9:.1f} GB available"
     )
-    if kv + overhead <= available:
+    if kv + cache + overhead <= available:
         return Finding("memory", detail)
-    return Finding(
-        "memory",
-        detail,
-        (
-            f"prefill.kv_cache_bytes and decode.kv_cache_bytes: together {detail}; "
-            "lower them or use fewer replicas",
-        ),
-    )
+    keys = "prefill.kv_cache_bytes and decode.kv_cache_bytes"
+    if config.cache is not None:
+        has_tier = config.cache.tiers[0].type == "cpu"
+        arena = "cache.tiers[0].capacity_bytes" if has_tier else "cache.staging_bytes"
+        keys = f"{arena}, {keys}"
+    problem = f"{keys}: together {detail}; lower them or use fewer replicas"
+    return Finding("memory", detail, (problem,))
 
 
 def available_memory_bytes() -> int:
@@ -272,6 +270,7 @@ def _secrets(config: ClusterConfig, environ: Mapping[str, str]) -> Finding:
             read()
         except ConfigError as error:
             problems += error.problems
+    problems += cache_secret_problems(config)
     keys = len(config.security.api_keys)
     return Finding("secrets", f"{keys} API keys" if keys else "no API keys", tuple(problems))
 

@@ -17,7 +17,7 @@ from splitserve.orchestrator.config import (
     nodes,
     parse,
 )
-from splitserve.orchestrator.config.schema import parse_bytes
+from splitserve.orchestrator.config.fields import parse_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

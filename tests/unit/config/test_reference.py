@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.config.fields import Section
 from splitserve.orchestrator.config.reference import reference
-from splitserve.orchestrator.config.schema import Section
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

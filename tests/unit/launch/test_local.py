@@ -10,9 +10,10 @@ from router_stubs.cluster import until
 
 from splitserve.orchestrator.agent.status_file import status_path
 from splitserve.orchestrator.config import parse
-from splitserve.orchestrator.launch import local
+from splitserve.orchestrator.launch import child_logs
+from splitserve.orchestrator.launch.child_logs import bound_log
 from splitserve.orchestrator.launch.files import ClusterFiles
-from splitserve.orchestrator.launch.local import Child, LocalLauncher, bound_log
+from splitserve.orchestrator.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,10 +42,9 @@ class Rig:
 
     async def keep(self) -> None:
         """Watch the router until nobody does any more."""
-        keeper = asyncio.create_task(self.launcher._keep(self.router))
-        self.router.keeper = keeper
-        keeper.add_done_callback(lambda task: self.launcher._keeper_ended(self.router, task))
-        await asyncio.wait([keeper], timeout=20)
+        self.launcher._children.watch_over(self.router)
+        assert self.router.keeper is not None
+        await asyncio.wait([self.router.keeper], timeout=20)
         await asyncio.sleep(0)
 
 
@@ -60,7 +60,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 async def test_a_router_that_cannot_be_started_again_is_failed(rig: Rig) -> None:
     """Not silently dead: it is tried within its budget, said, and known as broken."""
-    await rig.launcher._spawn(rig.router)
+    await rig.launcher._children.spawn(rig.router)
     assert rig.router.process is not None
     await rig.router.process.wait()
     rig.router.log_path.unlink()
@@ -77,11 +77,11 @@ async def test_a_child_that_nobody_watches_is_failed(
 ) -> None:
     """A fault of the watch itself is said, and `up` does not go on as if nothing had happened."""
 
-    def fail(child: Child) -> bool:
+    def fail(now: float) -> float:
         raise RuntimeError("no thread left")
 
-    monkeypatch.setattr(rig.launcher, "_is_final", fail)
-    await rig.launcher._spawn(rig.router)
+    monkeypatch.setattr(rig.router.budget, "take", fail)
+    await rig.launcher._children.spawn(rig.router)
     await rig.keep()
     assert rig.launcher.failure() is not None
     assert "not watched any more: RuntimeError('no thread left')" in rig.said[-1]
@@ -120,6 +120,6 @@ def test_a_log_is_bounded_on_a_full_disk_too(
     path.write_bytes(b"x" * 100)
     bound_log(path, 100)
     assert path.stat().st_size == 100
-    monkeypatch.setattr(local.shutil, "copyfile", full)
+    monkeypatch.setattr(child_logs.shutil, "copyfile", full)
     bound_log(path, 50)
     assert [p.stat().st_size for p in tmp_path.iterdir()] == [0]

@@ -42,6 +42,7 @@ def test_a_mock_cluster_passes() -> None:
         "model",
         "software",
         "copies between engines",
+        "cache",
         "secrets",
     }
     preflight(parse(MOCK), {})

@@ -1,0 +1,121 @@
+"""The section ``cache`` of the cluster YAML. What its keys must agree on is in
+``cache_checks.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from splitserve.orchestrator.config.fields import Bytes, Seconds, Section
+
+
+class TierConfig(Section):
+    """One tier of the cache."""
+
+    type: Literal["cpu", "disk", "redis", "s3"]
+    """`cpu`: memory of the host that its engines share; `disk`: a folder; `redis`: Redis or Valkey;
+    `s3`: an object store (S3, Google Cloud, Azure). `cpu` comes first, faster tiers before slower
+    ones.
+    """
+
+    capacity_bytes: Bytes | None = None
+    """Most bytes that the tier may hold. Required for `cpu` and `disk`; by default `redis` and `s3`
+    hold what the store itself allows.
+    """
+
+    eviction: Literal["lru", "s3fifo"] = "s3fifo"
+    """What leaves a full tier: the chunks that were used longest ago, or those that were not used
+    again soon (`s3fifo`: one long prompt does not push out what many share).
+    """
+
+    ttl_s: Seconds | None = None
+    """Seconds after which a chunk that was not used is removed; by default never."""
+
+    admission: Literal["always", "second_use", "never"] = "always"
+    """Which chunks are written to this tier: each new one, those that are used a second time, or
+    none (what is there is still read).
+    """
+
+    path: str | None = Field(default=None, min_length=1)
+    """`disk`: the folder, made when it does not exist; by default below the user's state folder."""
+
+    url: str | None = Field(default=None, min_length=1)
+    """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
+    or `file:///FOLDER`. Credentials belong into environment variables of `splitserve up`, and
+    `${NAME}` stands for one; a password in the URL is hidden in output, but lies in files of the
+    user's state folder.
+    """
+
+    options: dict[str, str] = Field(default={})
+    """Further settings of the store's client, such as `endpoint` or `region` for `s3`; for secrets
+    write `${NAME}`, an environment variable of `splitserve up`.
+    """
+
+
+class QuotaConfig(Section):
+    """What one tenant may hold in one tier."""
+
+    tenant: str = Field(min_length=1)
+    """A tenant of `security.api_keys`, or `*` for every one that no other quota names."""
+
+    tier: str = Field(min_length=1)
+    """The tier: its type, or `TYPE-2` for the second one of that type."""
+
+    limit_bytes: Bytes
+    """Bytes of chunks; the tenant's own oldest ones make room for its new ones."""
+
+
+class CacheConfig(Section):
+    """The shared cache of KV: one server process per host, memory that all engines map, and tiers
+    below it.
+    """
+
+    tiers: list[TierConfig] = Field(min_length=1)
+    """Where chunks are kept, fastest first."""
+
+    chunk_tokens: int = Field(default=256, ge=1)
+    """Tokens of one chunk, the unit that is stored and found; a multiple of `block_size`. Smaller
+    chunks hit more of a prompt, larger ones load faster from slow tiers.
+    """
+
+    socket_path: str | None = Field(default=None, min_length=1)
+    """Unix socket on which the cache server listens, in a folder of this user alone; by default in
+    the cluster's folder below the user's state folder.
+    """
+
+    staging_bytes: Bytes = 256 * 2**20
+    """Bytes of memory through which chunks pass when there is no `cpu` tier."""
+
+    lookup_timeout_s: Seconds = 0.25
+    """Seconds that a request waits for the answer what of its prompt is cached; after that it is
+    computed.
+    """
+
+    load_timeout_s: Seconds = 30.0
+    """Seconds that a request waits for its chunks; what has not come by then is computed."""
+
+    write_queue_limit_bytes: Bytes = 256 * 2**20
+    """Bytes of chunks that wait to be written to lower tiers; more are not written there."""
+
+    save_generated: bool = True
+    """Also keep the KV of answers, for the next turn of a chat."""
+
+    save_limit_bytes: Bytes = 256 * 2**20
+    """Bytes of KV, per tensor-parallel rank of an engine, that wait to be copied into the cache;
+    more is not saved, so that serving is never slowed.
+    """
+
+    quotas: list[QuotaConfig] = Field(default=[])
+    """Bounds per tenant and tier; none means that tenants share each tier freely."""
+
+    encrypt: bool = False
+    """Seal chunks in the tiers below `cpu` with AES-GCM, under a key per tenant. Needs a secret
+    that outlives `up`: `cache.secret_file` or `security.secret_file`.
+    """
+
+    secret_file: str | None = None
+    """File with the secret from which tenants' keys follow (at least 32 hex digits, readable by its
+    owner only); by default they follow from the cluster secret.
+    """
