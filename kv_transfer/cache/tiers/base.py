@@ -1,0 +1,142 @@
+"""What keeps chunks below the arena: one small interface, capabilities as data.
+
+A tier keeps whole chunks by key: a header of ``HEADER_BYTES`` and the body, as long as its reader
+says. It knows sizes and nothing of what is inside; whoever reads decodes the header and verifies
+the body (``chunk_format.py``). Bytes go straight between the store and the caller's buffers, which
+are slots of the arena.
+
+Calls are synchronous, and several threads may call at once. None waits longer than its tier's
+timeouts for the peer of each operation. What a call cannot do because of the store is a
+``TierError``; what is wrong with one chunk is an outcome.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HEADER_BYTES = 16 * 1024
+"""Before the body of each stored chunk."""
+CONNECT_TIMEOUT_S = 2.0
+OPERATION_TIMEOUT_S = 5.0
+"""Of one chunk, or of one question about many; defaults of tiers with a network."""
+
+
+class TierError(Exception):
+    """A tier cannot do what it was asked to: says what, where, and what to do."""
+
+
+class TierConfigError(TierError):
+    """It cannot work as configured: trying again will not help."""
+
+
+class TierUnavailableError(TierError):
+    """The store did not answer, or answered with a fault: later it may work."""
+
+
+class ReadOutcome(enum.Enum):
+    """What became of one chunk of a read."""
+
+    HIT = "hit"
+    """Header and body are complete in the buffers."""
+    ABSENT = "absent"
+    BROKEN = "broken"
+    """It had the wrong size or could not be read to its end; it has been removed."""
+
+
+class WriteOutcome(enum.Enum):
+    """What became of one chunk of a write."""
+
+    WRITTEN = "written"
+    """Every reader sees all of it."""
+    FULL = "full"
+    """The store has no room, or takes no writes; nothing of it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuffers:
+    """Where one chunk is read to or written from.
+
+    Contiguous bytes. Page-aligned ones (slots of the arena, ``new_header``) are the fast ones.
+    What a read leaves in them is undefined unless it is a hit.
+    """
+
+    key: bytes
+    header: memoryview
+    """``HEADER_BYTES``."""
+    body: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk that a tier already has when its owner starts."""
+
+    key: bytes
+    size_bytes: int
+    """Header and body."""
+    header: bytes
+    """As stored, not verified."""
+
+
+@dataclass(frozen=True)
+class TierCapabilities:
+    """What a tier is; the layers above branch on this and never on a name."""
+
+    name: str
+    is_exclusive: bool
+    """This process alone writes to it: what it wrote and did not remove is there."""
+    is_remote: bool
+    """Reached over a network."""
+
+
+class Tier(Protocol):
+    """A store of chunks. Everything but ``close`` may be called from several threads at once."""
+
+    @property
+    def capabilities(self) -> TierCapabilities:
+        """Fixed over the life of the tier."""
+
+    def check(self) -> None:
+        """The store is reachable, takes the credentials, can be written to (unless it is only
+        read), and has the configured capacity.
+
+        Raises ``TierError``. Called once before use.
+        """
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each chunk is there now. Raises ``TierUnavailableError``."""
+
+    def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
+        """(index, outcome) of each chunk as soon as it is known, in any order.
+
+        Raises ``TierUnavailableError``: chunks without an outcome are not read then. After the
+        iterator has ended, in whichever way, no buffer is written to any more.
+        """
+
+    def write(self, chunks: Sequence[ChunkBuffers]) -> list[WriteOutcome]:
+        """Store each chunk, all of it or nothing; one that is there already is replaced.
+
+        Raises ``TierUnavailableError``: then any of them may have been stored.
+        """
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """None of these is there; returns how many were. Raises ``TierUnavailableError``."""
+
+    def stored(self) -> Iterator[StoredChunk]:
+        """What an exclusive tier has, oldest first; nothing for any other tier."""
+
+    def free_bytes(self) -> int | None:
+        """Room in the store for any user of it; None when it does not say."""
+
+    def close(self) -> None:
+        """Give everything back. No call is in progress or follows; may be repeated."""
+
+
+def new_header() -> memoryview:
+    """A page-aligned buffer for a header, writable."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES))
