@@ -1,1 +1,1 @@
-"""The shared tiered cache of KV: keys, index, arena, tiers, the server of a host and its clients."""
+"""The shared tiered cache of KV: keys, index, arena, tiers, a host's server and its clients."""

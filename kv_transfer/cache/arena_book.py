@@ -1,13 +1,14 @@
 """What lies in the arena's slots. Pure but for the arena's own list of free slots.
 
 A slot is free, *reserved* for a chunk that an engine or a tier writes, or holds a chunk: one that
-look-ups find, one that was removed and somebody still reads, or a *departing* one, which was evicted
-and is still being written to a lower tier. It becomes free only when whoever could touch it has
-said that it does not, or is gone.
+look-ups find, one that was removed and somebody still reads, or a *departing* one, which was
+evicted and is still being written to a lower tier. It becomes free only when whoever could touch it
+has said that it does not, or is gone.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache.chunk import Chunk
@@ -68,7 +69,7 @@ class ArenaBook:
             offset = self.arena.take()
             if offset is None:
                 return None  # The memory is not there yet: the arena has just been made.
-            chunk = Chunk(offset, blank.geometry, blank.pieces, blank.checksums, blank.marks)
+            chunk = replace(blank, offset=offset)
             return self.index.reserve(key, parent, slot_bytes, tenant_of(key).hex(), chunk)
         return None
 

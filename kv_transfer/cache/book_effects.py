@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from splitserve.kv_transfer.cache.chunk import Chunk
-from splitserve.kv_transfer.cache.messages import FromServer
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.messages import FromServer
 
 
 class Send(NamedTuple):
@@ -36,6 +37,7 @@ class WriteChunk(NamedTuple):
 
     tier: int
     key: bytes
+    parent: bytes
     chunk: Chunk
 
 

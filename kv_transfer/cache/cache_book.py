@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
-from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.book_effects import (
     AskTier,
     Effect,
@@ -17,6 +16,7 @@ from splitserve.kv_transfer.cache.book_effects import (
     RemoveChunks,
     Send,
 )
+from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry, same_content
 from splitserve.kv_transfer.cache.keys import split_keys
 from splitserve.kv_transfer.cache.load_book import LoadBook
@@ -120,7 +120,12 @@ class CacheBook:
             self.models[message.model] += 1
             if message.rank >= 0:
                 self.writers[client] = Writer(
-                    client, message.engine, message.rank, message.ranks, message.geometry
+                    client,
+                    message.engine,
+                    message.rank,
+                    message.ranks,
+                    message.geometry,
+                    message.model,
                 )
         return Arena(
             server=self.server,
@@ -201,7 +206,7 @@ class CacheBook:
         effects: list[Effect] = []
         for entry in self.saves.commit(client, writer.rank, message, now):
             effects += self._stored(entry)
-        return effects + self._take_late()
+        return effects + self.loads.feed(now) + self._take_late()
 
     # -- tiers ---------------------------------------------------------------------------------
 
@@ -221,8 +226,7 @@ class CacheBook:
         return self.loads.was_read(key, chunk, now) + self._take_late()
 
     def was_written(self, tier: int, key: bytes, outcome: str, now: float) -> list[Effect]:
-        """A tier has taken a chunk (``written``), has no room (``full``) or could not (``failed``).
-        """
+        """A tier has taken a chunk (``written``), has no room (``full``) or ``failed``."""
         entry = self._writing.pop((tier, key), None)
         if entry is not None:
             self.arena.release(entry)
@@ -277,7 +281,7 @@ class CacheBook:
         """The chunk is being written to a lower tier; False when that is not possible now. The
         order is among the next effects.
         """
-        order = tier.write(entry.key, entry.value)
+        order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
         self.arena.index.lease(entry)
@@ -405,8 +409,11 @@ class CacheBook:
 
     def _answer(self, client: int, lookup_id: int, found: bytearray) -> Send:
         self.counters["chunks_found"] += len(found)
-        speeds = (TierSpeed(0.0, 0.0),) + tuple(
-            TierSpeed(tier.health.latency_s, tier.health.bytes_per_s) for tier in self.tiers
+        speeds = (
+            TierSpeed(0.0, 0.0),
+            *tuple(
+                TierSpeed(tier.health.latency_s, tier.health.bytes_per_s) for tier in self.tiers
+            ),
         )
         return Send(client, Found(lookup_id=lookup_id, tiers=bytes(found), speeds=speeds))
 
@@ -435,7 +442,7 @@ class CacheBook:
         for tier in self.tiers:
             if not tier.admits(entry.uses) or tier.has(entry.key):
                 continue
-            order = tier.write(entry.key, entry.value)
+            order = tier.write(entry.key, entry.parent_key, entry.value)
             if order is not None:
                 self._departing[tier.number, entry.key] = entry
                 self._late.append(order)

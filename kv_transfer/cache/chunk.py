@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from splitserve.kv_transfer.cache.geometry import ChunkGeometry
-from splitserve.kv_transfer.cache.messages import Mark
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.cache.geometry import ChunkGeometry
+    from splitserve.kv_transfer.cache.messages import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +21,5 @@ class Chunk:
     checksums: bytes
     """xxh3-64 per layer and piece: ``[layers, pieces]``, eight bytes each, little-endian."""
     marks: tuple[Mark, ...] = ()
+    model: bytes = b""
+    """``model_digest`` of its writer."""

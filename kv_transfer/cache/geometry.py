@@ -3,8 +3,8 @@ pages.
 
 A layer of a chunk is its blocks one after the other, each block its heads one after the other
 (vLLM's ``LBHNC`` pages without gaps), all heads of the model: every tensor-parallel rank writes and
-reads its own heads' slices, so a chunk does not know how many ranks its writer had. What is inside a
-head's slice (*the order of tokens and channels*) is the writer's; a reader whose own differs
+reads its own heads' slices, so a chunk does not know how many ranks its writer had. What is inside
+a head's slice (*the order of tokens and channels*) is the writer's; a reader whose own differs
 converts, and one whose own is equal copies.
 """
 

@@ -101,9 +101,7 @@ class LoadBook:
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
 
-    def close(
-        self, client: int, load_id: int, indices: Sequence[int], now: float
-    ) -> list[Effect]:
+    def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
         """The client does not read these any more (none named: nothing of the load)."""
         load = self._loads.get((client, load_id))
         if load is None:
@@ -117,7 +115,7 @@ class LoadBook:
             self._forget(load)
         elif load.is_over() and not load.held and not self._is_awaited(load):
             self._forget(load)
-        return self._feed(now)
+        return self.feed(now)
 
     def key_of(self, client: int, load_id: int, index: int) -> bytes | None:
         """The key behind an index of a load."""
@@ -146,14 +144,14 @@ class LoadBook:
             effects: list[Effect] = []
             for load, index in reading.waiters:
                 effects += self._give_up(load, index)
-            return effects + self._feed(now)
+            return effects + self.feed(now)
         entry = reading.entry
         self._arena.publish(entry, chunk, now)
         effects = self._on_read(entry)
         for load, index in reading.waiters:
             if index < load.end:
                 effects += self._hold(load, index, entry)
-        return effects + self._feed(now)
+        return effects + self.feed(now)
 
     def expire(self, now: float) -> list[Effect]:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
@@ -248,7 +246,7 @@ class LoadBook:
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
 
-    def _feed(self, now: float) -> list[Effect]:
+    def feed(self, now: float) -> list[Effect]:
         """A slot may be free: loads that wait for one go on."""
         effects: list[Effect] = []
         starved, self._starved = self._starved, {}

@@ -69,8 +69,8 @@ class LookupClient:
         )  # fmt: skip
         self._limit_s = limit_s
         self._connection: socket.socket | None = None
-        self._receiver: packets.Receiver | None = None
-        self._decoder = msgspec.msgpack.Decoder(FromServer)
+        self._receiver: packets.Receiver[FromServer] | None = None
+        self._decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
         self._next_try = 0.0
         self._rests_until = 0.0
         self._silences = 0
@@ -180,5 +180,3 @@ class LookupClient:
         for lookup_id in self._open:
             self._found[lookup_id] = NOTHING
         self._open.clear()
-
-

@@ -4,8 +4,6 @@ A packet is one msgpack-encoded message, at most ``MESSAGE_LIMIT_BYTES`` long. T
 folder that only its owner may enter, and both ends check that the other one runs under the same
 user. A socket that is closed tells the other end that nobody of that process touches the arena any
 more: clients close theirs only when their copies have ended, and the kernel does so for the dead.
-
-Addresses longer than a Unix socket's name may be are reached through the folder's descriptor.
 """
 
 from __future__ import annotations
@@ -15,11 +13,12 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from splitserve.kv_transfer.cache.messages import MESSAGE_LIMIT_BYTES
+from splitserve.kv_transfer.cache.socket_path import short_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +41,7 @@ def listen(path: str) -> socket.socket:
     with suppress(FileNotFoundError):
         place.unlink()
     listener = _socket()
-    with _short(place) as address:
+    with short_address(place) as address:
         listener.bind(address)
     place.chmod(0o600)
     listener.listen(BACKLOG)
@@ -53,7 +52,7 @@ def connect(path: str) -> socket.socket:
     """A non-blocking connection to the server at ``path``. Raises ``PeerGoneError``."""
     connection = _socket()
     try:
-        with _short(Path(path)) as address:
+        with short_address(path) as address:
             connection.connect(address)
         check_user(connection)
     except OSError as error:
@@ -89,10 +88,12 @@ def send(connection: socket.socket, message: object, descriptor: int | None = No
     return True
 
 
-class Receiver:
+class Receiver(Generic[Message]):
     """Reads packets of one connection as messages of one union."""
 
-    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+    def __init__(
+        self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]
+    ) -> None:
         self._connection = connection
         self._decode = decoder.decode
         self._buffer = bytearray(MESSAGE_LIMIT_BYTES)
@@ -136,18 +137,3 @@ def _socket() -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     made.setblocking(False)
     return made
-
-
-class _short:
-    """The path as an address of any length: through a descriptor of its folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._folder = -1
-
-    def __enter__(self) -> str:
-        self._folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._folder}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._folder)

@@ -6,18 +6,18 @@ costs a fraction of the copy. Copies release the interpreter: the engine's threa
 
 from __future__ import annotations
 
+import itertools
 from ctypes import memmove
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64
 
-from splitserve.kv_transfer.cache.geometry import ChunkGeometry
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splitserve.kv_transfer.cache.arena import Mapping
+    from splitserve.kv_transfer.cache.geometry import ChunkGeometry
     from splitserve.kv_transfer.cache.messages import ReadyChunk
     from splitserve.kv_transfer.layout import PageLayout
 
@@ -48,6 +48,11 @@ class PageCopier:
         assert layout.head_bytes == geometry.slice_bytes, (layout, geometry)
         self._layout = layout
         self.geometry = geometry
+
+    @property
+    def rank_bytes(self) -> int:
+        """This rank's part of a chunk."""
+        return self._layout.layers * self.geometry.blocks * self._layout.page_bytes
 
     def load(
         self, arena: Mapping, chunk: ReadyChunk, first_block: int, block_ids: Sequence[int]
@@ -100,9 +105,7 @@ class PageCopier:
     def _steps_to_save(self, block_ids: tuple[int, ...]) -> list[Step]:
         return self._steps(0, block_ids, [(self._layout.first_head, self._layout.heads, 0)])
 
-    def _steps_to_load(
-        self, pieces: int, first_block: int, block_ids: Sequence[int]
-    ) -> list[Step]:
+    def _steps_to_load(self, pieces: int, first_block: int, block_ids: Sequence[int]) -> list[Step]:
         """Whole pieces are summed up, also those heads of them that this rank does not have."""
         runs = _head_runs(self._layout.first_head, self._layout.heads, self.geometry.heads, pieces)
         return self._steps(first_block, tuple(block_ids), runs)
@@ -139,7 +142,7 @@ def _head_runs(
         if low >= high:
             continue
         cuts = sorted({start, low, high, end})
-        runs += [(a, b - a, piece) for a, b in zip(cuts, cuts[1:], strict=False)]
+        runs += [(a, b - a, piece) for a, b in itertools.pairwise(cuts)]
     return tuple(runs)
 
 

@@ -36,6 +36,7 @@ class Writer:
     rank: int
     ranks: int
     geometry: ChunkGeometry
+    model: bytes
 
 
 @dataclass(eq=False)
@@ -84,7 +85,8 @@ class SaveBook:
             meaning.append(found if isinstance(found, Reservation) else None)
             offsets.append(found if isinstance(found, int) else found.entry.value.offset)
             parent = key
-        self._saves[writer.client, message.save_id] = meaning
+        if any(meaning):
+            self._saves[writer.client, message.save_id] = meaning
         return tuple(offsets)
 
     def commit(self, client: int, rank: int, message: Commit, now: float) -> list[ArenaEntry]:
@@ -139,7 +141,8 @@ class SaveBook:
             return IS_THERE
         if self._arena.index.is_reserved(key):
             return IS_THERE  # It is on its way from a lower tier.
-        entry = self._arena.reserve(key, parent, Chunk(0, writer.geometry, writer.ranks, b"", marks))
+        blank = Chunk(0, writer.geometry, writer.ranks, b"", marks, writer.model)
+        entry = self._arena.reserve(key, parent, blank)
         if entry is None:
             self.counters["no_room"] += 1
             return NO_ROOM
@@ -148,9 +151,7 @@ class SaveBook:
         self._open[key] = reservation
         return reservation
 
-    def _mine(
-        self, meaning: list[Reservation | None], index: int, client: int
-    ) -> Reservation:
+    def _mine(self, meaning: list[Reservation | None], index: int, client: int) -> Reservation:
         reservation = meaning[index] if 0 <= index < len(meaning) else None
         if reservation is None or client not in reservation.holders:
             raise ValueError("a commit of a chunk that was not reserved")

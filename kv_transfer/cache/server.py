@@ -50,7 +50,7 @@ from splitserve.kv_transfer.cache.tier_book import TierBook
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from splitserve.kv_transfer.cache.sealing import ChunkCodec
+    from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
     from splitserve.kv_transfer.cache.settings import CacheSettings
     from splitserve.kv_transfer.cache.tiers.base import Tier
 
@@ -69,7 +69,7 @@ class Client:
 
     number: int
     connection: socket.socket
-    receiver: packets.Receiver
+    receiver: packets.Receiver[Any]
     unsent: list[object] = field(default_factory=list)
     is_rejected: bool = False
     """It has said what cannot be, or does not read: what it says is ignored until it closes."""
@@ -92,7 +92,9 @@ class CacheServer:
         assert size is not None
         self.arena = Arena(size)
         lower = [tier for tier in settings.tiers if tier.type != "cpu"]
-        books = [self._tier_book(n + 1, s, t) for n, (s, t) in enumerate(zip(lower, tiers, strict=True))]
+        books = [
+            self._tier_book(n + 1, s, t) for n, (s, t) in enumerate(zip(lower, tiers, strict=True))
+        ]
         self.book = CacheBook(settings, self.arena, books, uuid4().hex)
         self._control = Control(self.book)
         self._codec = codec
@@ -108,7 +110,7 @@ class CacheServer:
             effect
             for book, tier in zip(books, tiers, strict=True)
             if book.index is not None
-            for effect in book.filled(((c.key, c.size_bytes) for c in tier.stored()), now)
+            for effect in book.filled(codec.stored(tier), now)
         ]
         self._clients: dict[int, Client] = {}
         self._selector = selectors.DefaultSelector()
@@ -250,7 +252,7 @@ class CacheServer:
                 case WriteChunk():
                     body = self._slot(effect.chunk.offset, self.book.chunk_bytes)
                     self._workers[effect.tier].write(
-                        jobs.WriteJob(effect.key, effect.chunk, body)
+                        jobs.WriteJob(effect.key, effect.parent, effect.chunk, body)
                     )
                 case RemoveChunks():
                     self._workers[effect.tier].remove(effect.keys)

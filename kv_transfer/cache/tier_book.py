@@ -61,19 +61,19 @@ class TierBook:
         """Whether the tier is asked at all."""
         return not self.health.is_open
 
-    def filled(self, stored: Iterable[tuple[bytes, int]], now: float) -> list[Effect]:
-        """The store holds these from an earlier life, oldest first. What is beyond the capacity
-        goes.
+    def filled(self, stored: Iterable[tuple[bytes, bytes, int]], now: float) -> list[Effect]:
+        """The store holds these (key, parent, size) from an earlier life, oldest first. What is
+        beyond the capacity goes.
         """
         assert self.index is not None
         gone: list[bytes] = []
-        for key, size in stored:
+        for key, parent, size in stored:
             room = self.index.make_room(size, tenant_of(key).hex())
             if room is None:
                 gone.append(key)
                 continue
             gone += [entry.key for entry in room]
-            self.index.add(key, b"", size, tenant_of(key).hex(), None, now)
+            self.index.add(key, parent, size, tenant_of(key).hex(), None, now)
         return [RemoveChunks(self.number, gone)] if gone else []
 
     def has(self, key: bytes) -> bool:
@@ -87,7 +87,7 @@ class TierBook:
         admission = self.settings.admission
         return admission == "always" or (admission == "second_use" and uses > 0)
 
-    def write(self, key: bytes, chunk: Chunk) -> WriteChunk | None:
+    def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
         size_bytes = chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
@@ -101,7 +101,7 @@ class TierBook:
             self.counters["writes_over_quota"] += 1
             return None
         self.writing[key] = size_bytes
-        return WriteChunk(self.number, key, chunk)
+        return WriteChunk(self.number, key, parent, chunk)
 
     def written(self, key: bytes, parent: bytes, outcome: str, now: float) -> list[Effect]:
         """A write has ended: ``written``, ``full`` or ``failed``."""

@@ -63,7 +63,7 @@ class TierHealth:
         return True
 
     def must_probe(self, now: float) -> bool:
-        """Whether the tier of an open breaker is to be tried now; it is, once, when this says so."""
+        """Whether a tier that is left alone is to be tried now; this says so once."""
         if not self.is_open or now < self.probe_at:
             return False
         self.probe_at = now + self._delay_s + OPEN_LIMIT_S

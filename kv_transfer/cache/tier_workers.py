@@ -16,14 +16,20 @@ from queue import Empty, Queue
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
-from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, TierError, WriteOutcome
+from splitserve.kv_transfer.cache.tiers.base import (
+    ChunkBuffers,
+    ReadOutcome,
+    TierError,
+    WriteOutcome,
+    new_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from splitserve.kv_transfer.cache.sealing import ChunkCodec
+    from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
     from splitserve.kv_transfer.cache.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -88,6 +94,7 @@ class WriteJob(NamedTuple):
     """Write what lies in a slot."""
 
     key: bytes
+    parent: bytes
     chunk: Chunk
     body: memoryview
 
@@ -172,19 +179,22 @@ class TierWorkers:
             if not isinstance(job, ReadJob):
                 job()
                 continue
-            batch, other = [job], None
+            batch = [job]
+            after: Callable[[], None] | None = None
             while len(batch) < READ_BATCH_LIMIT:
                 try:
                     other = self._reads.get_nowait()
                 except Empty:
                     break
                 if not isinstance(other, ReadJob):
+                    after = other
+                    if other is None:
+                        self._reads.put(None)  # The end is for the loop.
                     break
                 batch.append(other)
-                other = None
             self._do_read(batch)
-            if other is not None:
-                other()
+            if after is not None:
+                after()
 
     def _write_loop(self) -> None:
         while (job := self._writes.get()) is not None:
@@ -214,9 +224,9 @@ class TierWorkers:
         self._done(Probed(monotonic() - began))
 
     def _do_read(self, batch: list[ReadJob]) -> None:
-        headers = [bytearray(self._codec.header_bytes) for _ in batch]
+        headers = [new_header() for _ in batch]
         buffers = [
-            ChunkBuffers(job.key, memoryview(header), job.body)
+            ChunkBuffers(job.key, header, job.body)
             for job, header in zip(batch, headers, strict=True)
         ]
         left = set(range(len(batch)))
@@ -248,8 +258,8 @@ class TierWorkers:
 
     def _do_write(self, job: WriteJob) -> None:
         try:
-            header, body = self._codec.sealed(job.key, job.chunk, job.body)
-            outcome = self._tier.write([ChunkBuffers(job.key, memoryview(header), body)])[0]
+            header, body = self._codec.sealed(job.key, job.parent, job.chunk, job.body)
+            outcome = self._tier.write([ChunkBuffers(job.key, header, body)])[0]
         except TierError as error:
             self._done(Failed(str(error)), WasWritten(job.key, "failed"))
             return

@@ -1,0 +1,72 @@
+"""The cache server as a process: ``python -m splitserve.kv_transfer.cache SETTINGS.json``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
+from splitserve.kv_transfer.cache.server import CacheServer
+from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
+from splitserve.kv_transfer.cache.tiers.base import Tier, TierConfigError, TierError
+from splitserve.kv_transfer.cache.tiers.registry import create
+
+if TYPE_CHECKING:
+    from splitserve.kv_transfer.cache.sealing import Sealer
+
+logger = logging.getLogger("splitserve.cache")
+
+EXIT_REFUSED = 2
+"""The settings cannot be used; another attempt will not help."""
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CacheSettings)
+        codec = ChunkCodec(_sealer(settings))
+        tiers = [_tier(tier) for tier in settings.tiers if tier.type != "cpu"]
+        server = CacheServer(settings, tiers, codec)
+    except (TierConfigError, msgspec.DecodeError, ValueError, OSError) as error:
+        logger.error("the cache server cannot start: %s", error)
+        return EXIT_REFUSED
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    logger.info("serving on %s", settings.socket_path)
+    server.run()
+    return 0
+
+
+def _tier(settings: TierSettings) -> Tier:
+    """A tier; one whose store does not answer yet is used when it does."""
+    tier = create(settings)
+    try:
+        tier.check()
+    except TierConfigError:
+        tier.close()
+        raise
+    except TierError as error:
+        logger.warning("starting without: %s", error)
+    return tier
+
+
+def _sealer(settings: CacheSettings) -> Sealer | None:
+    if not settings.encrypt:
+        return None
+    from splitserve.kv_transfer.cache.sealing import Sealer
+
+    secret = os.environ.get(settings.secret_env, "")
+    if not secret:
+        raise ValueError(f"cache.encrypt is on and {settings.secret_env} is not set")
+    return Sealer(bytes.fromhex(secret))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
