@@ -32,6 +32,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The last so many tokens of the prompt are an answer's beginning, which another engine has
     sent.
     """
+    tenant: str = ""
+    """Tag of the tenant whose request it is, for the cache's quotas; empty where there are none."""
 
 
 class BadTransferParamsError(ValueError):

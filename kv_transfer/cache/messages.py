@@ -94,12 +94,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
 
 
 class Manage(msgspec.Struct, frozen=True, kw_only=True, tag="manage"):
-    """An operator's wish; see ``control.py`` for what there is."""
+    """An operator's wish; ``control_messages.py`` says what there is."""
 
     request_id: int
     verb: str
     arguments: bytes
-    """JSON."""
+    """msgpack of the verb's structure."""
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
@@ -171,7 +171,7 @@ class Managed(msgspec.Struct, frozen=True, kw_only=True, tag="managed"):
 
     request_id: int
     result: bytes
-    """JSON; an object with ``error`` when it could not be done."""
+    """msgpack of one of ``control_messages.Result``."""
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True, tag="marks"):

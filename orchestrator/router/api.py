@@ -163,6 +163,7 @@ class Api:
             client_id,
             self._tenants.salt(tenant, body.fields.get("cache_salt")),
             connection,
+            self._tenants.tag(tenant),
         )
         connection.listener = exchange
         arrived = RequestArrived(

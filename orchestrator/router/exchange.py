@@ -79,6 +79,7 @@ class Exchange:
         "_sent",
         "_shared_headers",
         "_sink",
+        "_tenant_tag",
         "client_request_id",
         "id",
     )
@@ -92,6 +93,7 @@ class Exchange:
         client_request_id: str,
         salt: str | None,
         sink: Sink,
+        tenant_tag: str = "",
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
@@ -103,6 +105,7 @@ class Exchange:
         self._resumed_tokens = 0
         self._salt = salt
         self._sink = sink
+        self._tenant_tag = tenant_tag
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
@@ -137,6 +140,7 @@ class Exchange:
             peer_incarnation=order.prefill.incarnation,
             peer_addresses=order.prefill.control_addresses,
             resumed_tokens=self._resumed_tokens,
+            tenant=self._tenant_tag,
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -147,6 +151,7 @@ class Exchange:
             role="prefill",
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
+            tenant=self._tenant_tag,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt)
@@ -157,13 +162,14 @@ class Exchange:
         if not self._begin(order.attempt):
             return
         params = None
-        if self._resumed_tokens:
+        if self._resumed_tokens or self._tenant_tag:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
                 attempt=order.attempt,
                 peer_incarnation="",
                 resumed_tokens=self._resumed_tokens,
+                tenant=self._tenant_tag,
             )
             params = self._params(alone)
         self._send_decode(order, params)

@@ -12,6 +12,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.channel import mac
+from splitserve.orchestrator.config.credentials import tenant_tag
 from splitserve.orchestrator.router.errors import ApiError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Tenants:
         """
         self._tenant_by_hash = {self._hash(k.encode()): t for k, t in tenant_by_key.items()}
         self._salts = {tenant: self.salt_for(tenant, "") for tenant in tenant_by_key.values()}
+        self._tags = {tenant: tenant_tag(secret, tenant) for tenant in tenant_by_key.values()}
 
     @property
     def are_required(self) -> bool:
@@ -56,6 +58,21 @@ class Tenants:
         if len(self._known) < KNOWN_LIMIT_HEADERS:
             self._known[authorization] = tenant
         return tenant
+
+    @property
+    def names(self) -> list[str]:
+        """All tenants that have a key."""
+        return sorted(self._tags)
+
+    def tag(self, tenant: str) -> str:
+        """What engines and the cache know the tenant by; empty when no keys are configured."""
+        return self._tags.get(tenant, "")
+
+    def name_of(self, tag: str) -> str | None:
+        """The tenant with that tag; None for one that has no key any more."""
+        if not tag:
+            return ""
+        return next((name for name, other in self._tags.items() if other == tag), None)
 
     def salt(self, tenant: str, client_salt: object) -> str | None:
         """The ``cache_salt`` of both legs; None leaves what the client sent."""

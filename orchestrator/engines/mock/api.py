@@ -32,6 +32,7 @@ from splitserve.orchestrator.engines.mock.protocol import (
     limit_tokens,
     prompts_of,
     read_body,
+    read_tokenize,
     usage_of,
 )
 from splitserve.orchestrator.engines.mock.scheduler import Request
@@ -106,6 +107,7 @@ class MockApi:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
         if self._allow_faults:
             app.router.add_get("/mock/faults", self._get_faults)
             app.router.add_put("/mock/faults", self._put_faults)
@@ -136,6 +138,14 @@ class MockApi:
             "max_model_len": self._max_model_len,
         }
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = read_tokenize(await request.read())
+        if body.model is not None and body.model != self._model:
+            raise MockApiError(404, f"The model `{body.model}` does not exist.", "model")
+        tokens = prompts_of(body)[0].tokens
+        told = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
+        return _json(told)
 
     async def _get_faults(self, request: web.Request) -> web.Response:
         return _json(msgspec.to_builtins(self._faults.now))

@@ -90,6 +90,15 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
 
 
+def read_tokenize(raw: bytes) -> CompletionBody | ChatBody:
+    """The request of ``/tokenize``: a prompt or messages. Raises ``MockApiError`` 400."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise MockApiError(400, f"the request body is not valid: {error}") from error
+    return read_body(raw, ChatBody if "messages" in fields else CompletionBody)
+
+
 def read_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
     """The request. Raises ``MockApiError`` 400."""
     try:

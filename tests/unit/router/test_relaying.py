@@ -12,6 +12,7 @@ from router_stubs.cluster import SECRET, StubCluster, completion, settled, stub_
 from router_stubs.engine import DONE, SSE, Asked, chunk, plain_answer, send, start_stream, stream
 
 from splitserve.kv_transfer.transfer_params import unseal
+from splitserve.orchestrator.config import tenant_tag
 
 WORDS = "Grüße, 你好, 😀! "
 EVENTS = b"".join(
@@ -108,6 +109,27 @@ async def test_tenants_get_different_salts_on_both_legs() -> None:
             salts.append(on_d.body["cache_salt"])
         assert salts[0] == salts[3]
         assert len(set(salts)) == 3
+
+
+async def test_legs_carry_the_tenants_tag() -> None:
+    """Sealed, the same on both legs and on a request that is not split; nothing without keys."""
+    tag = tenant_tag(SECRET, "a")
+    headers = {"Authorization": "Bearer sk-1"}
+    async with stub_cluster("p0", "d0", keys={"sk-1": "a"}) as cluster:
+        for body in (completion(), completion(n=2)):
+            await (await cluster.post(json=body, headers=headers)).read()
+            await cluster.idle()
+        asked = [*cluster.engines["p0"].asked, *cluster.engines["d0"].asked]
+        found = [unseal(leg.body["kv_transfer_params"], SECRET) for leg in asked]
+        told = [(leg.role, leg.tenant) for leg in found if leg is not None]
+        assert told == [("prefill", tag), ("decode", tag), ("alone", tag)]
+    async with stub_cluster("p0", "d0") as cluster:
+        for body in (completion(), completion(n=2)):
+            await (await cluster.post(json=body)).read()
+            await cluster.idle()
+        split, alone = (leg.body for leg in cluster.engines["d0"].asked)
+        assert "tenant" not in json.dumps(split["kv_transfer_params"])
+        assert "kv_transfer_params" not in alone
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
