@@ -32,6 +32,10 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The last so many tokens of the prompt are an answer's beginning, which another engine has
     sent.
     """
+    marks: bytes = b""
+    """Of the prompt without that beginning, see ``prefix_marks``; concatenated digests."""
+    prompt_bytes: int = 0
+    """What the places of the marks relate to."""
 
 
 class BadTransferParamsError(ValueError):

@@ -19,6 +19,7 @@ from splitserve.orchestrator.router.client_request import CHAT, continued
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Exchange:
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_marks",
         "_prefill",
         "_present_request",
         "_request",
@@ -92,6 +94,7 @@ class Exchange:
         client_request_id: str,
         salt: str | None,
         sink: Sink,
+        marks: Marks = NO_MARKS,
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
@@ -102,6 +105,7 @@ class Exchange:
         """What the next legs ask for: the client's request, or what is left of it."""
         self._resumed_tokens = 0
         self._salt = salt
+        self._marks = marks
         self._sink = sink
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
@@ -137,16 +141,22 @@ class Exchange:
             peer_incarnation=order.prefill.incarnation,
             peer_addresses=order.prefill.control_addresses,
             resumed_tokens=self._resumed_tokens,
+            marks=self._marks.digests,
+            prompt_bytes=self._marks.prompt_bytes,
         )
         self._send_decode(order, self._params(for_decode))
 
     def start_prefill(self, order: StartPair | StartPrefill) -> None:
         """Send the prefill leg."""
+        # Behind an answer's beginning the marks would not tell where in the tokens they lie
+        marks = NO_MARKS if self._resumed_tokens else self._marks
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
+            marks=marks.digests,
+            prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt)
@@ -157,13 +167,15 @@ class Exchange:
         if not self._begin(order.attempt):
             return
         params = None
-        if self._resumed_tokens:
+        if self._resumed_tokens or self._marks.digests:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
                 attempt=order.attempt,
                 peer_incarnation="",
                 resumed_tokens=self._resumed_tokens,
+                marks=self._marks.digests,
+                prompt_bytes=self._marks.prompt_bytes,
             )
             params = self._params(alone)
         self._send_decode(order, params)
