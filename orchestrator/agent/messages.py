@@ -39,6 +39,12 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     fingerprint: dict[str, str]
     """Everything that must be equal for KV to be usable; nodes that differ are not paired."""
+    host: str = ""
+    """Name of the machine; its nodes share one cache."""
+    reports_prefixes: bool = False
+    """It says which beginnings of prompts its prefix cache has."""
+    uses_cache: bool = False
+    """It loads what its host's cache has."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -94,8 +94,9 @@ class PromptMarks:
 def _chat_bytes(fields: dict[str, Any]) -> tuple[str, bytes] | None:
     messages = orjson.dumps(fields["messages"], option=orjson.OPT_SORT_KEYS)
     shape = {name: fields[name] for name in _SHAPES_A_CHAT if fields.get(name) is not None}
+    head = orjson.dumps(shape, option=orjson.OPT_SORT_KEYS) if shape else b""
     # Without the closing bracket: where this conversation ends, the next turn's goes on
-    return CHAT, (orjson.dumps(shape, option=orjson.OPT_SORT_KEYS) if shape else b"") + messages[:-1]
+    return CHAT, head + messages[:-1]
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> tuple[str, bytes] | None:
