@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from splitserve.kv_transfer.channel import dial, listen
+from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, PrefixReport
 from splitserve.kv_transfer.holdings import Holding
 from splitserve.kv_transfer.orders import Retarget
 
@@ -44,6 +45,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="descript
     max_model_len: int
     tensor_parallel: int
     transport: str
+    reports_prefixes: bool = False
+    """Its own prefix cache is on, and ``AskPrefixes`` says what is in it."""
+    uses_cache: bool = False
+    """It loads what the host's cache has."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -75,6 +80,15 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
     """Answered with ``EngineStatus``."""
 
 
+class AskPrefixes(msgspec.Struct, frozen=True, tag="ask_prefixes"):
+    """Which beginnings of prompts the engine's own prefix cache has; answered with
+    ``PrefixReport``.
+    """
+
+    from_start: bool
+    """All of them; else what has changed since the last answer."""
+
+
 class GiveUpTransfer(msgspec.Struct, frozen=True, tag="give_up_transfer"):
     """The other leg of this transfer will not come; answered with ``Accepted``."""
 
@@ -100,8 +114,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Order = GiveUpTransfer | PeerIsDead | Retarget
 """What waits for the engine's next step; answered with ``Accepted`` or ``Refused``."""
-Question = AskDescription | AskStatus | Order
-Answer = EngineDescription | EngineStatus | Accepted | Refused
+Question = AskDescription | AskStatus | AskPrefixes | Order
+Answer = EngineDescription | EngineStatus | PrefixReport | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(Question).decode
@@ -109,8 +123,8 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class EngineEndpoint:
-    """Server side. ``status`` is called in the endpoint's thread and must only read what is safe to
-    read there.
+    """Server side. ``status`` and ``prefixes`` are called in the endpoint's thread and must only
+    read what is safe to read there.
     """
 
     def __init__(
@@ -119,11 +133,13 @@ class EngineEndpoint:
         secret: bytes,
         description: EngineDescription,
         status: Callable[[], EngineStatus],
+        prefixes: Callable[[bool], PrefixReport] = lambda from_start: NOTHING_HELD,
     ) -> None:
         self._address = address
         self._secret = secret
         self._description = description
         self._status = status
+        self._prefixes = prefixes
         self._orders: deque[Order] = deque()
         self._stopping = threading.Event()
         self._started = threading.Event()
@@ -206,6 +222,8 @@ class EngineEndpoint:
                 answer = self._description
             case AskStatus():
                 answer = self._status()
+            case AskPrefixes(from_start):
+                answer = self._prefixes(from_start)
             case _:
                 answer = self.order(question)
         try:
@@ -235,6 +253,12 @@ class EngineEndpointClient:
         """How the engine is."""
         answer = await self._ask(AskStatus())
         assert isinstance(answer, EngineStatus)
+        return answer
+
+    async def prefixes(self, *, from_start: bool) -> PrefixReport:
+        """What the engine's own prefix cache has, or what has changed there."""
+        answer = await self._ask(AskPrefixes(from_start))
+        assert isinstance(answer, PrefixReport)
         return answer
 
     async def fail_transfer(self, transfer_id: str, reason: str) -> None:

@@ -34,6 +34,10 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
     tenant: str = ""
     """Tag of the tenant whose request it is, for the cache's quotas; empty where there are none."""
+    marks: bytes = b""
+    """Of the prompt without that beginning, see ``prefix_marks``; concatenated digests."""
+    prompt_bytes: int = 0
+    """What the places of the marks relate to."""
 
 
 class BadTransferParamsError(ValueError):

@@ -18,12 +18,12 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from splitserve.kv_transfer.orders import Retarget
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
 from splitserve.orchestrator.agent.life import Life
@@ -34,17 +34,16 @@ from splitserve.orchestrator.agent.messages import (
     Drain,
     EndEngine,
     EngineDied,
-    FailTransfer,
     LoadingProgress,
     NodeDescription,
     NodeState,
-    PeerDied,
     RefuseNode,
-    RetargetTransfer,
     SetRole,
     ToAgent,
     Welcome,
 )
+from splitserve.orchestrator.agent.order_relay import OrderRelay
+from splitserve.orchestrator.agent.prefix_reports import PrefixReports
 from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV
 from splitserve.orchestrator.agent.readiness import (
     ENDPOINT_ERRORS,
@@ -68,8 +67,6 @@ _log = logging.getLogger(__name__)
 
 STATE_INTERVAL_S = 0.5
 _FLUSH_S = 1.0
-RELAY_LIMIT_ORDERS = 10_000
-"""Orders of the router that may wait for an engine that does not answer; later ones are lost."""
 
 EXIT_STOPPED = 0
 """Asked to stop, or drained."""
@@ -115,8 +112,9 @@ class Agent:
         self._exit_status = EXIT_STOPPED
         self._is_ending = False
         self._leaving: asyncio.Future[None] | None = None
-        self._relays: asyncio.Queue[tuple[Life, ToAgent]] = asyncio.Queue(RELAY_LIMIT_ORDERS)
-        """For the engine, in their order: an engine that does not answer holds up only these."""
+        self.relay = OrderRelay()
+        """An engine that does not answer holds up only what waits here."""
+        self._prefixes = PrefixReports(node.name, self._link)
 
     def stop(self) -> None:
         """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
@@ -145,7 +143,7 @@ class Agent:
         """Returns an exit status when the node has ended; nothing of the engine lives then."""
         link = asyncio.create_task(self._link.run())
         link.add_done_callback(self._on_link_ended)
-        relay = asyncio.create_task(self.relay_orders())
+        relay = asyncio.create_task(self.relay.run())
         try:
             self._report_previous_life()
             while True:
@@ -263,9 +261,14 @@ class Agent:
         life.was_ready = True
         self._link.hello(AgentHello(description=self._describe(life, description), role=self.role))
         self._set_phase("ready")
+        prefixes = (
+            self._report_prefixes(life, life.endpoint) if description.reports_prefixes else None
+        )
         try:
             return await self._report_states(life, life.endpoint)
         finally:
+            if prefixes is not None:
+                prefixes.cancel()
             endpoint, life.endpoint = life.endpoint, None
             endpoint.close()
 
@@ -273,6 +276,18 @@ class Agent:
         while True:
             self._on_stage()
             await asyncio.sleep(STATE_INTERVAL_S)
+
+    def _report_prefixes(self, life: Life, endpoint: Endpoint) -> asyncio.Task[None]:
+        """The task that does; without it the node serves, but nothing is known of its cache."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                _log.error("reporting prefixes failed", exc_info=task.exception())
+
+        reports = self._prefixes.run(endpoint, life.incarnation)
+        task = asyncio.get_running_loop().create_task(reports)
+        task.add_done_callback(ended)
+        return task
 
     async def _report_states(self, life: Life, endpoint: Endpoint) -> str:
         silence_limit = self._config.supervision.engine_silence_limit_s
@@ -312,6 +327,9 @@ class Agent:
             tensor_parallel=description.tensor_parallel,
             transport=description.transport,
             fingerprint=dict(description.fingerprint),
+            host=socket.gethostname(),
+            reports_prefixes=description.reports_prefixes,
+            uses_cache=description.uses_cache,
         )
 
     def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
@@ -360,6 +378,7 @@ class Agent:
         match message:
             case Welcome():
                 self._refused = ""
+                self._prefixes.welcome()
             case RefuseNode(reason=reason):
                 self._refused = reason
                 _log.error("the router will not use %s: %s", self.node.name, reason)
@@ -375,38 +394,9 @@ class Agent:
                     _log.warning("killing the engine %s: %s", incarnation, reason)
                     life.end.set_result(reason)
             case _ if life is not None and life.endpoint is not None:
-                try:
-                    self._relays.put_nowait((life, message))
-                except asyncio.QueueFull:
-                    _log.warning("lost %r: %d orders wait", message, RELAY_LIMIT_ORDERS)
+                self.relay.put(life, message)
             case _:
                 _log.debug("nothing to do for %r: no engine is ready", message)
-
-    async def relay_orders(self) -> None:
-        """Hand orders to the engine one by one, for ever; those for an engine that has ended are
-        dropped.
-        """
-        while True:
-            life, message = await self._relays.get()
-            if life.endpoint is not None:
-                await self._relay(life.endpoint, message)
-            self._relays.task_done()
-
-    async def _relay(self, endpoint: Endpoint, message: ToAgent) -> None:
-        match message:
-            case FailTransfer(transfer_id=transfer_id, reason=reason):
-                call = endpoint.fail_transfer(transfer_id, reason)
-            case RetargetTransfer():
-                call = endpoint.retarget(Retarget(**structs.asdict(message)))
-            case PeerDied(incarnation=incarnation):
-                call = endpoint.peer_died(incarnation)
-            case _:
-                _log.warning("%r is not for an engine", message)
-                return
-        try:
-            await answer_of(call)
-        except ENDPOINT_ERRORS as error:
-            _log.warning("the engine did not take %r: %r", message, error)
 
     def _set_phase(self, phase: str, life: Life | None = None) -> None:
         self.phase = phase

@@ -3,7 +3,8 @@ the agent, loses no report of a death.
 
 What is sent after a connection is made: the hello of the engine that runs (if one is ready), the
 reports of deaths that no router has taken yet, then states as they come. States and loading
-progress are only worth sending when fresh: they are dropped while there is no connection.
+progress are only worth sending when fresh: they are dropped while there is no connection. So are
+reports of prefixes, whose sender begins again when a router has welcomed the node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from splitserve.orchestrator.agent.messages import (
     EngineDied,
     FromAgent,
     LoadingProgress,
+    NodePrefixes,
     NodeState,
     ToAgent,
 )
@@ -41,6 +43,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _MESSAGE_LIMIT_BYTES = 2**20
 _DEATHS_LIMIT = 64
+_PREFIXES_LIMIT = 4
+"""Reports of prefixes that may wait to be sent; no other is asked of the engine meanwhile."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(ToAgent).decode
@@ -67,6 +71,7 @@ class RouterLink:
         self._told: deque[EngineDied] = deque(maxlen=_DEATHS_LIMIT)
         """Told already; the next connection may lead to a router that does not know them."""
         self._fresh: NodeState | LoadingProgress | None = None
+        self._prefixes: deque[NodePrefixes] = deque()
         self._wake = asyncio.Event()
         self._deaths_sent = asyncio.Event()
         self._deaths_sent.set()
@@ -95,6 +100,16 @@ class RouterLink:
     def fresh(self, frame: NodeState | LoadingProgress) -> None:
         """The newest state; replaces one that has not been sent."""
         self._fresh = frame
+        self._wake.set()
+
+    @property
+    def can_take_prefixes(self) -> bool:
+        """Whether a report of prefixes would go out on this connection."""
+        return self.connected and len(self._prefixes) < _PREFIXES_LIMIT
+
+    def prefixes(self, frame: NodePrefixes) -> None:
+        """Sent after all that are on their way, unless the connection breaks."""
+        self._prefixes.append(frame)
         self._wake.set()
 
     async def flush(self, timeout_s: float) -> None:
@@ -138,6 +153,7 @@ class RouterLink:
         self._connection_lost.clear()
         self._hello_sent = False
         self._fresh = None
+        self._prefixes.clear()
         self._deaths.extendleft(reversed(self._told))
         self._told.clear()
         self._wake.set()
@@ -176,6 +192,9 @@ class RouterLink:
                 if self._fresh is not None:
                     frame, self._fresh = self._fresh, None
                     await self._send(socket, frame)
+                while self._prefixes:
+                    await self._send(socket, self._prefixes[0])
+                    self._prefixes.popleft()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             _log.debug("the connection to the router broke while sending: %r", error)
             await socket.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from splitserve.kv_transfer.holdings import Holding
+from splitserve.kv_transfer.prefix_marks import MARK_BYTES
 
 Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
@@ -39,6 +40,12 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     fingerprint: dict[str, str]
     """Everything that must be equal for KV to be usable; nodes that differ are not paired."""
+    host: str = ""
+    """Name of the machine; its nodes share one cache."""
+    reports_prefixes: bool = False
+    """It says which beginnings of prompts its prefix cache has."""
+    uses_cache: bool = False
+    """It loads what its host's cache has."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -76,6 +83,26 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """
 
 
+class NodePrefixes(msgspec.Struct, frozen=True, kw_only=True, tag="prefixes"):
+    """Which beginnings of prompts the engine's prefix cache has, what has come and gone."""
+
+    node: str
+    incarnation: str
+    is_first: bool = False
+    """All that was said before is void."""
+    added: bytes = b""
+    """Concatenated digests of marks."""
+    tokens: tuple[int, ...] = ()
+    """Tokens before each of them."""
+    removed: bytes = b""
+    """Concatenated digests; they go before the others come."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for what is no report."""
+        if len(self.added) != MARK_BYTES * len(self.tokens) or len(self.removed) % MARK_BYTES:
+            raise ValueError("marks and their tokens do not fit")
+
+
 class LoadingProgress(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
     """What an engine that is still loading does, for people to read."""
 
@@ -98,7 +125,7 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     """And nobody needed anything that it had."""
 
 
-FromAgent = AgentHello | NodeState | LoadingProgress | EngineDied
+FromAgent = AgentHello | NodeState | NodePrefixes | LoadingProgress | EngineDied
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

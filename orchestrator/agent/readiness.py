@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
+    from splitserve.kv_transfer.held_prefixes import PrefixReport
     from splitserve.kv_transfer.orders import Retarget
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Endpoint(Protocol):
     async def describe(self) -> EngineDescription: ...
 
     async def status(self) -> EngineStatus: ...
+
+    async def prefixes(self, *, from_start: bool) -> PrefixReport: ...
 
     async def fail_transfer(self, transfer_id: str, reason: str) -> None: ...
 

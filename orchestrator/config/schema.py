@@ -243,9 +243,9 @@ class ConditionalConfig(Section):
     """When a request is not split."""
 
     min_uncached_tokens: int = Field(default=0, ge=0)
-    """Prompts of fewer tokens are computed by the decode node alone; 0 splits every request that
-    can be split. Counted exactly for token ids, else estimated from the text's length; what a
-    prefix cache holds is not subtracted.
+    """Prompts of which fewer tokens have to be computed are computed by the decode node alone; 0
+    splits every request that can be split. Counted exactly for token ids, else estimated from the
+    text's length, less what the decode node is expected to have cached.
     """
 
 
@@ -282,6 +282,11 @@ class PolicyConfig(Section):
 
     breaker: BreakerConfig = BreakerConfig()
     """When a failing node gets no work."""
+
+    prefix_routing: bool = True
+    """A prompt goes to the node that has its beginning in its cache, unless that node is busier
+    than another by more tokens than this saves. Off: where beginnings are cached does not matter.
+    """
 
     own_prompt_limit_tokens: int = Field(default=16_384, ge=0)
     """Prompt tokens that a decode node computes at a time for want of a usable prefill node; more

@@ -18,9 +18,10 @@ from splitserve.orchestrator.core.effects import (
     StartPrefill,
 )
 from splitserve.orchestrator.core.endings import Endings
+from splitserve.orchestrator.core.expected_hits import NO_HIT
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase
 from splitserve.orchestrator.core.membership import DECODE, PREFILL
-from splitserve.orchestrator.core.placement import choose_prefill
+from splitserve.orchestrator.core.placement import choose_decode, choose_prefill
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.requests import Request
@@ -52,9 +53,9 @@ class Actions(Endings):
             for node in self.membership.usable(PREFILL)
             if node.description.incarnation not in request.tried_prefill
         ]
-        place = choose_prefill(
-            others, request.arrived.prompt_tokens, self.limits.placement, now, ignores_slots=True
-        )
+        tokens, limits = request.arrived.prompt_tokens, self.limits.placement
+        hits = self.hits_of(request, others)
+        place = choose_prefill(others, tokens, limits, now, hits, ignores_slots=True)
         if isinstance(place, str) or len(request.tried_prefill) >= self.limits.max_attempts:
             return self.compute_on_decode(request, now, reason)
         effects = self._cancel_prefill(request)
@@ -62,7 +63,9 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
-        request.choice = choice._replace(prefill=node, prefill_blocks=blocks)
+        hit = hits.get(node.description.incarnation, NO_HIT)
+        request.choice = choice._replace(prefill=node, prefill_blocks=blocks, prefill_hit=hit)
+        request.timeline.expected_cached_tokens = hit.counted_tokens
         self._commit_prefill(request, node, blocks, now)
         request.phase = Phase.PREFILLING
         transfer_id, attempt = request.transfer_id, request.attempt
@@ -159,7 +162,9 @@ class Actions(Endings):
         prefill = choice.prefill
         if self.membership.find(prefill.name, prefill.description.incarnation) is not prefill:
             return None
-        found = self._choose_decode(request, now)
+        nodes = self.membership.usable(DECODE)
+        hits = self.hits_of(request, nodes)
+        found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
             return None
         self._give_back_decode(request)
@@ -168,7 +173,8 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
-        request.choice = choice._replace(decode=node, decode_blocks=blocks)
+        hit = hits.get(node.description.incarnation, NO_HIT)
+        request.choice = choice._replace(decode=node, decode_blocks=blocks, decode_hit=hit)
         self._commit_decode(request, node, blocks, now)
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)

@@ -191,6 +191,9 @@ class Timeline(msgspec.Struct, kw_only=True):
     """``split``, or ``alone_`` and the reason: label of a counter, so one of a few names."""
     prefill_node: str = ""
     decode_node: str = ""
+    expected_cached_tokens: int = 0
+    """Tokens of the prompt that the node which computes it was expected to have, in its own count.
+    """
     attempts: int = 0
     continuations: int = 0
     """How often another decode node went on in the middle of the answer."""

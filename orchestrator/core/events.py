@@ -41,6 +41,33 @@ class NodeDied(msgspec.Struct, frozen=True):
     """It was drained: nobody needs anything that it had."""
 
 
+class NodePrefixesReported(msgspec.Struct, frozen=True):
+    """An agent said which beginnings of prompts its engine's prefix cache has."""
+
+    node: str
+    incarnation: str
+    is_first: bool
+    """All that was said before is void."""
+    added: tuple[tuple[bytes, int], ...]
+    """(mark, tokens before it)."""
+    removed: tuple[bytes, ...]
+
+
+class CachePrefixesReported(msgspec.Struct, frozen=True):
+    """The cache of a host said which beginnings of prompts it has."""
+
+    host: str
+    is_first: bool
+    added: tuple[tuple[bytes, int], ...]
+    removed: tuple[bytes, ...]
+
+
+class CacheLost(msgspec.Struct, frozen=True):
+    """There is no connection to the cache of a host: what it has is not known."""
+
+    host: str
+
+
 class DrainRequested(msgspec.Struct, frozen=True):
     """An operator wants a node to take no new work, and to go when it owes nothing."""
 
@@ -70,6 +97,10 @@ class RequestArrived(msgspec.Struct, frozen=True):
     tenant: str = ""
     can_continue: bool = False
     """Whether another node may go on in the middle of the answer: the result is exact."""
+    marks: bytes = b""
+    """Of the prompt; concatenated digests (``kv_transfer/prefix_marks.py``)."""
+    prompt_bytes: int = 0
+    """What the places of the marks relate to."""
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True):
@@ -145,6 +176,9 @@ Event = (
     | NodeReported
     | NodeDisconnected
     | NodeDied
+    | NodePrefixesReported
+    | CachePrefixesReported
+    | CacheLost
     | DrainRequested
     | RequestArrived
     | PrefillAnswered

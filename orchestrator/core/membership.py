@@ -58,10 +58,10 @@ class Node:
     state: NodeState | None = None
     prefill_legs: int = 0
     prefill_tokens: int = 0
-    """Estimated prompt tokens of those legs."""
+    """Estimated prompt tokens of those legs that have to be computed."""
     decode_legs: int = 0
     own_prompt_tokens: int = 0
-    """Estimated prompt tokens of the decode legs that compute their prompt here."""
+    """Estimated prompt tokens that decode legs compute here themselves."""
     committed_blocks: int = 0
     foreign_blocks: int = 0
     """Used blocks that the core did not place, as of the last report."""

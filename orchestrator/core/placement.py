@@ -2,6 +2,10 @@
 
 Nothing here changes a node; the answer is a choice, or the resource that is missing.
 
+A prompt goes where its beginning is, but never to a node that is busier than another one by more
+tokens than that saves: nodes are compared by the prompt tokens that they hold less those that they
+need not compute.
+
 A node whose breaker is shut gets nothing while another one can be waited for; nodes without any
 alternative are tried at the rate that the breaker bounds.
 """
@@ -13,9 +17,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from splitserve.orchestrator.core.breaker import GOOD, SHUT, TO_BE_TRIED
+from splitserve.orchestrator.core.expected_hits import NO_HIT, NO_HITS, Hit
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from splitserve.orchestrator.core.effects import Leg
     from splitserve.orchestrator.core.membership import Node
@@ -34,11 +39,15 @@ class PlacementLimits:
     computed together in one step.
     """
     min_uncached_tokens: int = 0
-    """Shorter prompts are not split; 0 splits every prompt that can be split."""
+    """Prompts of which a decode node would compute less are not split; 0 splits every prompt that
+    can be split.
+    """
     default_output_tokens: int = 512
     """Tokens reserved for an answer whose length the client did not limit."""
     own_prompt_limit_tokens: int = 16_384
     """Prompt tokens that a decode node computes at a time for want of a prefill node."""
+    prefix_routing: bool = True
+    """Whether it matters where the beginning of a prompt is cached."""
 
 
 class Choice(NamedTuple):
@@ -50,29 +59,46 @@ class Choice(NamedTuple):
     decode_blocks: int
     prefill: Node | None = None
     prefill_blocks: int = 0
+    decode_hit: Hit = NO_HIT
+    """What the decode node need not compute, if it computes the prompt."""
+    prefill_hit: Hit = NO_HIT
+    """What the prefill node need not compute."""
 
 
 def decision(
-    alone_because: str, prompt_tokens: int, limits: PlacementLimits, has_prefill_node: bool
+    alone_because: str,
+    prompt_tokens: int,
+    limits: PlacementLimits,
+    has_prefill_node: bool,
+    cached_tokens: int = 0,
 ) -> str:
-    """``split``, or ``alone_`` and why."""
+    """``split``, or ``alone_`` and why; ``cached_tokens`` need not be computed on the decode node
+    that was chosen.
+    """
     if alone_because:
         return "alone_not_splittable"
     if prompt_tokens < limits.min_uncached_tokens:
         return "alone_short_prompt"
+    if prompt_tokens - cached_tokens < limits.min_uncached_tokens:
+        return "alone_cached_prefix"
     if not has_prefill_node:
         return "alone_no_prefill_node"
     return "split"
 
 
 def choose_decode(
-    nodes: Iterable[Node], tokens: int, tried: Collection[str], now: float
+    nodes: Iterable[Node],
+    tokens: int,
+    tried: Collection[str],
+    now: float,
+    hits: Mapping[str, Hit] = NO_HITS,
 ) -> tuple[Node, int] | Missing:
     """The decode node with the fewest requests among those whose free blocks cover ``tokens``, and
-    the blocks. A request that has failed on ``tried`` is not used to try another doubtful node.
+    the blocks; with ``hits`` the one with the fewest tokens, promised or to be computed. A request
+    that has failed on ``tried`` is not used to try another doubtful node.
     """
     best: Node | None = None
-    best_key: tuple[int, int, int] | None = None
+    best_key: tuple[int, ...] | None = None
     missing: Missing = "decode_node"
     shut: list[Node] = []
     for node in nodes:
@@ -86,7 +112,11 @@ def choose_decode(
         missing = "decode_blocks"
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue
-        key = (standing, node.decode_legs, node.chosen_at)
+        key: tuple[int, ...] = (standing, node.decode_legs, node.chosen_at)
+        if hits:
+            hit = hits.get(node.description.incarnation, NO_HIT)
+            promised = node.committed_blocks * node.description.block_tokens
+            key = (standing, promised - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is None or key < best_key:
             best, best_key = node, key
     if missing == "decode_node" and shut:
@@ -100,17 +130,19 @@ def choose_prefill(
     tokens: int,
     limits: PlacementLimits,
     now: float,
+    hits: Mapping[str, Hit] = NO_HITS,
     *,
     ignores_slots: bool = False,
 ) -> tuple[Node, int] | Missing:
     """The prefill node with the fewest legs among those with a free slot and room for ``tokens``,
-    and the blocks; ``prefill_node`` is missing when the breakers of all are shut.
+    and the blocks; with ``hits`` the one with the fewest tokens to compute, this prompt's included.
+    ``prefill_node`` is missing when the breakers of all are shut.
 
     ``ignores_slots``: a decode node has reserved pages already, so the prompt need not wait for its
     turn; since another node has failed it, it is not used to try a doubtful one.
     """
     best: Node | None = None
-    best_key: tuple[int, int, int] | None = None
+    best_key: tuple[int, ...] | None = None
     missing: Missing = "prefill_node"
     shut: list[Node] = []
     for node in nodes:
@@ -120,13 +152,17 @@ def choose_prefill(
             shut.append(node)
             continue
         missing = "prefill_slot"
-        fits_in_a_step = node.prefill_tokens + tokens <= limits.prefill_batch_tokens
+        hit = hits.get(node.description.incarnation, NO_HIT) if hits else NO_HIT
+        uncached = node.prefill_tokens + tokens - hit.tokens
+        fits_in_a_step = uncached <= limits.prefill_batch_tokens
         has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
         if not (has_slot or fits_in_a_step):
             continue
         if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
             continue
-        key = (standing, node.prefill_legs, node.chosen_at)
+        key: tuple[int, ...] = (standing, node.prefill_legs, node.chosen_at)
+        if hits:
+            key = (standing, uncached, -hit.own_tokens, *key[1:])
         if best_key is None or key < best_key:
             best, best_key = node, key
     if missing == "prefill_node" and shut:

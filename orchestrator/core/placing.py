@@ -21,6 +21,7 @@ from splitserve.orchestrator.core.effects import (
     StartAlone,
     StartPair,
 )
+from splitserve.orchestrator.core.expected_hits import NO_HIT, NO_HITS, expected_hits
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
@@ -31,10 +32,14 @@ from splitserve.orchestrator.core.placement import (
     choose_prefill,
     decision,
 )
+from splitserve.orchestrator.core.prefix_index import PrefixIndex
 from splitserve.orchestrator.core.suspecting import Suspecting
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from splitserve.orchestrator.core.audit import EndedRequest
+    from splitserve.orchestrator.core.expected_hits import Hit
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
@@ -50,6 +55,7 @@ class Placing(Suspecting, ABC):
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.membership = Membership()
+        self.prefixes = PrefixIndex()
         self.requests: dict[str, Request] = {}
         self.queue: FairQueue[Request] = FairQueue(limits.tenant_weights)
         self.deadlines = {
@@ -136,41 +142,51 @@ class Placing(Suspecting, ABC):
 
     def _choose(self, request: Request, now: float) -> Choice | Missing:
         arrived, limits = request.arrived, self.limits.placement
-        found = self._choose_decode(request, now)
+        decode_nodes = self.membership.usable(DECODE)
+        hits = self.hits_of(request, decode_nodes)
+        tokens = self._tokens_of(request)
+        found = choose_decode(decode_nodes, tokens, request.tried, now, hits)
         if isinstance(found, str):
             return found
         decode, blocks = found
+        hit = hits.get(decode.description.incarnation, NO_HIT)
         prefill_nodes = self.membership.usable(PREFILL)
         decided = decision(
-            arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes)
+            arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes), hit.tokens
         )
         if decided == "alone_no_prefill_node":
             return self._choose_without_prefill(request, now)
         if decided != "split":
             request.timeline.decision = decided
-            return Choice(decode, blocks)
-        place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now)
+            return Choice(decode, blocks, decode_hit=hit)
+        hits = self.hits_of(request, prefill_nodes)
+        place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now, hits)
         if place == "prefill_node":
             return self._choose_without_prefill(request, now)
         if isinstance(place, str):
             return place
         request.timeline.decision = decided
-        return Choice(decode, blocks, *place)
+        prefill_hit = hits.get(place[0].description.incarnation, NO_HIT)
+        return Choice(decode, blocks, *place, hit, prefill_hit)
 
-    def _choose_decode(self, request: Request, now: float) -> tuple[Node, int] | Missing:
-        tokens = self._tokens_of(request)
-        return choose_decode(self.membership.usable(DECODE), tokens, request.tried, now)
+    def hits_of(self, request: Request, nodes: list[Node]) -> Mapping[str, Hit]:
+        """What each of those nodes is expected to have of the request's prompt."""
+        if not self.limits.placement.prefix_routing:
+            return NO_HITS
+        return expected_hits(self.prefixes, request.arrived, nodes)
 
     def _choose_without_prefill(self, request: Request, now: float) -> Choice | Missing:
         """A decode node that has room to compute the prompt beside those it computes already."""
         nodes = [n for n in self.membership.usable(DECODE) if self.has_headroom(n, request)]
         if not nodes:
             return "decode_headroom"
-        found = choose_decode(nodes, self._tokens_of(request), request.tried, now)
+        hits = self.hits_of(request, nodes)
+        found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
             return found
         request.timeline.decision = "alone_no_prefill_node"
-        return Choice(*found)
+        hit = hits.get(found[0].description.incarnation, NO_HIT)
+        return Choice(*found, decode_hit=hit)
 
     def has_headroom(self, node: Node, request: Request) -> bool:
         """Whether a decode node may compute this prompt for want of a prefill node; one prompt it
@@ -201,6 +217,8 @@ class Placing(Suspecting, ABC):
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
         timeline.prefill_node = ""
+        expected = choice.decode_hit if choice.prefill is None else choice.prefill_hit
+        timeline.expected_cached_tokens = expected.counted_tokens
         self._commit_decode(request, choice.decode, choice.decode_blocks, now)
         if choice.prefill is not None:
             self._commit_prefill(request, choice.prefill, choice.prefill_blocks, now)
@@ -231,7 +249,7 @@ class Placing(Suspecting, ABC):
         request.prefill_attempt = request.attempt
         request.timeline.prefill_node = node.name
         node.prefill_legs += 1
-        node.prefill_tokens += request.arrived.prompt_tokens
+        node.prefill_tokens += _to_prefill(request)
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_prefill_leg = True
@@ -261,7 +279,9 @@ class Placing(Suspecting, ABC):
     def _compute_on(self, node: Node, request: Request) -> None:
         """The decode node computes the prompt itself, until its first data."""
         assert not request.own_prompt_tokens
-        request.own_prompt_tokens = request.arrived.prompt_tokens
+        assert request.choice is not None
+        uncached = request.arrived.prompt_tokens - request.choice.decode_hit.tokens
+        request.own_prompt_tokens = uncached
         node.own_prompt_tokens += request.own_prompt_tokens
 
     # Giving back
@@ -308,7 +328,7 @@ class Placing(Suspecting, ABC):
         assert choice is not None
         assert choice.prefill is not None
         choice.prefill.prefill_legs -= 1
-        choice.prefill.prefill_tokens -= request.arrived.prompt_tokens
+        choice.prefill.prefill_tokens -= _to_prefill(request)
         choice.prefill.committed_blocks -= choice.prefill_blocks
         request.has_prefill_leg = False
         self._may_place = True
@@ -350,3 +370,9 @@ class Placing(Suspecting, ABC):
         oldest = self.queue.first_of(request.arrived.tenant) or self.queue.first()
         waited = now - oldest.arrived_at if oldest is not None else 0.0
         return max(1, ceil(min(waited, self.limits.queue_timeout_s)))
+
+
+def _to_prefill(request: Request) -> int:
+    """Prompt tokens that the chosen prefill node has to compute."""
+    assert request.choice is not None
+    return request.arrived.prompt_tokens - request.choice.prefill_hit.tokens

@@ -6,8 +6,8 @@ is the table in ``lifecycle``; the methods named there are in ``endings``, ``act
 bounded queue (``admission``): tenants take turns, and within a tenant first come is first served;
 only a request that needs no prefill slot may pass one that waits for a slot.
 
-The core does not know how far a prompt is cached anywhere: the uncached part is taken to be the
-whole prompt.
+How far a prompt is cached where is what nodes and caches have said (``prefix_index``); it may be
+out of date, and only the choice of nodes depends on it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from splitserve.orchestrator.core.effects import (
     Timeline,
 )
 from splitserve.orchestrator.core.errors import IllegalTransitionError
+from splitserve.orchestrator.core.expected_hits import cache_source
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
@@ -69,6 +70,9 @@ class RouterCore(Admission):
             ev.NodeReported: self._on_node_reported,
             ev.NodeDisconnected: self._on_node_disconnected,
             ev.NodeDied: self._on_node_died,
+            ev.NodePrefixesReported: self._on_node_prefixes_reported,
+            ev.CachePrefixesReported: self._on_cache_prefixes_reported,
+            ev.CacheLost: self._on_cache_lost,
             ev.DrainRequested: self._on_drain_requested,
             ev.RequestArrived: self._on_request_arrived,
             ev.PrefillAnswered: self._on_prefill_answered,
@@ -199,6 +203,7 @@ class RouterCore(Admission):
     ) -> list[Effect]:
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
+        self.prefixes.drop(node.description.incarnation)
         self.drain_dues.pop(node.name, None)
         self.membership.changed()
         self.silence.disarm(node.name)
@@ -235,6 +240,45 @@ class RouterCore(Admission):
                 continue
             effects += self._apply(request, trigger, now, reason)
         return effects
+
+    # Prefixes
+
+    @property
+    def wants_marks(self) -> bool:
+        """Whether a node or a cache could do something with the marks of a prompt."""
+        if not self.limits.placement.prefix_routing:
+            return False
+        for node in self.membership.nodes.values():
+            if node.description.reports_prefixes or node.description.uses_cache:
+                return True
+        return False
+
+    def _on_node_prefixes_reported(
+        self, event: ev.NodePrefixesReported, now: float
+    ) -> list[Effect]:
+        if self.membership.find(event.node, event.incarnation) is not None:
+            self.prefixes.take(
+                event.incarnation,
+                is_first=event.is_first,
+                added=event.added,
+                removed=event.removed,
+            )
+        return []
+
+    def _on_cache_prefixes_reported(
+        self, event: ev.CachePrefixesReported, now: float
+    ) -> list[Effect]:
+        self.prefixes.take(
+            cache_source(event.host),
+            is_first=event.is_first,
+            added=event.added,
+            removed=event.removed,
+        )
+        return []
+
+    def _on_cache_lost(self, event: ev.CacheLost, now: float) -> list[Effect]:
+        self.prefixes.drop(cache_source(event.host))
+        return []
 
     # Requests
 

@@ -8,13 +8,14 @@ next step.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from splitserve.decode_node.reservations import Reservations
 from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
 from splitserve.kv_transfer.fingerprint import prompt_hash
+from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, HeldPrefixes
 from splitserve.kv_transfer.holdings import (
     RECEIVES,
     WAITS_FOR_BLOCKS,
@@ -23,6 +24,7 @@ from splitserve.kv_transfer.holdings import (
     joined,
 )
 from splitserve.kv_transfer.orders import StepOrders
+from splitserve.kv_transfer.prefix_marks import mark_positions
 from splitserve.kv_transfer.transfer_params import BadTransferParamsError, TransferParams, unseal
 from splitserve.prefill_node.prefills import Prefills
 
@@ -30,8 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.kv_transfer.engine_endpoint import EngineDescription
+    from splitserve.kv_transfer.held_prefixes import PrefixReport
 
 logger = logging.getLogger(__name__)
+
+MARKED_LIMIT_REQUESTS = 4_096
+"""Requests in the engine whose marks are kept; of more, those of the oldest are forgotten."""
+UNREAD_LIMIT_REQUESTS = 1_024
+"""Finished requests whose marks wait for the agent's question."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,27 @@ class Legs:
         endpoint_address: str,
         description: EngineDescription,
         load: Callable[[], EngineLoad],
+        is_cached: Callable[[bytes], bool] | None = None,
     ) -> None:
+        """``is_cached``: whether the engine's own prefix cache has a block of that hash; None for
+        an engine without one. Asked in the endpoint's thread.
+        """
         self._secret = secret
         self._load = load
         self._total_blocks = description.total_blocks
         self._prefills = Prefills(description.block_tokens)
         self._reservations = Reservations(description.block_tokens)
         self._ignored_params = 0
-        self.endpoint = EngineEndpoint(endpoint_address, secret, description, self.status)
+        self._marks: dict[str, tuple[tuple[bytes, int], ...]] = {}
+        """By request, oldest first."""
+        self._finished: deque[tuple[tuple[tuple[bytes, int], ...], Sequence[bytes]]] = deque(
+            maxlen=UNREAD_LIMIT_REQUESTS
+        )
+        """(marks, hashes of the full blocks); from the scheduler's thread to the endpoint's."""
+        self._held = HeldPrefixes(description.block_tokens, is_cached) if is_cached else None
+        self.endpoint = EngineEndpoint(
+            endpoint_address, secret, description, self.status, self._prefixes
+        )
 
     def start(self) -> None:
         """The agent can reach the endpoint. Raises ``OSError`` when its address is taken."""
@@ -89,7 +110,11 @@ class Legs:
         ``extras`` is what the prompt's KV depends on besides its tokens, see ``prompt_extras``.
         """
         params = self._leg(request_id, kv_transfer_params)
-        if params is None or params.role == "alone" or not prompt:
+        if params is None or not prompt:
+            return
+        if params.marks:
+            self._note_marks(request_id, params, len(prompt))
+        if params.role == "alone":
             return
         side = self._prefills if params.role == "prefill" else self._reservations
         if not side.arrived(request_id, params, len(prompt), prompt_hash(prompt, extras)):
@@ -98,6 +123,10 @@ class Legs:
                 request_id,
                 params.transfer_id,
             )
+
+    def marks_of(self, request_id: str) -> tuple[tuple[bytes, int], ...]:
+        """(digest, tokens before it) of each mark of a request that is in the engine."""
+        return self._marks.get(request_id, ())
 
     def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
         """Prompt tokens that should come from the prefill node."""
@@ -148,8 +177,22 @@ class Legs:
         self._reservations.settled(finished_receiving)
         self._prefills.released(frozenset(finished_sending))
 
-    def finished(self, request_id: str, *, aborted: bool, blocks: int) -> bool:
-        """The engine is done with the request. True when its blocks are still read for a peer."""
+    def finished(
+        self,
+        request_id: str,
+        *,
+        aborted: bool,
+        blocks: int,
+        block_hashes: Callable[[], Sequence[bytes]] | None = None,
+    ) -> bool:
+        """The engine is done with the request. True when its blocks are still read for a peer.
+
+        ``block_hashes`` gives the hashes of its full blocks in the engine's prefix cache; called
+        only when they are of use.
+        """
+        marks = self._marks.pop(request_id, None)
+        if marks and block_hashes is not None and self._held is not None:
+            self._finished.append((marks, block_hashes()))
         self._reservations.finished(request_id)
         return self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
 
@@ -185,6 +228,21 @@ class Legs:
             overdue_writers=totals.overdue_writers,
             counters=dict(counters),
         )
+
+    def _note_marks(self, request_id: str, params: TransferParams, prompt_tokens: int) -> None:
+        tokens = max(0, prompt_tokens - params.resumed_tokens)
+        if len(self._marks) >= MARKED_LIMIT_REQUESTS:
+            del self._marks[next(iter(self._marks))]
+        self._marks[request_id] = mark_positions(params.marks, params.prompt_bytes, tokens)
+
+    def _prefixes(self, from_start: bool) -> PrefixReport:
+        """Called in the endpoint's thread, which alone uses ``_held``."""
+        held = self._held
+        if held is None:
+            return NOTHING_HELD
+        while self._finished:
+            held.note(*self._finished.popleft())
+        return held.report(from_start=from_start)
 
     def _leg(self, request_id: str, found: dict[str, Any] | None) -> TransferParams | None:
         try:

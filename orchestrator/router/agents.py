@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from splitserve.kv_transfer.prefix_marks import split_digests
 from splitserve.orchestrator.agent import messages as msg
 from splitserve.orchestrator.agent.auth import is_agent_token
 from splitserve.orchestrator.core import events as ev
@@ -184,6 +185,8 @@ class AgentHub:
                 self.driver.tell(ev.NodeJoined(description, role))
             case msg.NodeState():
                 self.driver.tell(ev.NodeReported(frame))
+            case msg.NodePrefixes():
+                self.driver.tell(_prefixes_reported(frame))
             case msg.LoadingProgress(node=node):
                 self.loading[node] = frame
             case msg.EngineDied(node=node, incarnation=incarnation, likely_cause=cause):
@@ -199,3 +202,13 @@ class AgentHub:
         assert self.driver is not None
         del self._connections[description.node]
         self.driver.tell(ev.NodeDisconnected(description.node, description.incarnation))
+
+
+def _prefixes_reported(frame: msg.NodePrefixes) -> ev.NodePrefixesReported:
+    return ev.NodePrefixesReported(
+        frame.node,
+        frame.incarnation,
+        frame.is_first,
+        tuple(zip(split_digests(frame.added), frame.tokens, strict=True)),
+        tuple(split_digests(frame.removed)),
+    )

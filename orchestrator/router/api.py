@@ -20,6 +20,7 @@ from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
+from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.core.effects import AnswerDrain
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
     from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
     from splitserve.orchestrator.router.metrics import RouterMetrics
+    from splitserve.orchestrator.router.prompt_marks import Marks
     from splitserve.orchestrator.router.request_log import RequestLog
     from splitserve.orchestrator.router.tenants import Tenants
 
@@ -76,6 +79,7 @@ class Api:
         self._log = log
         self._served_name = served_name
         self._continuable = continuable
+        self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
         self._generating_paths = frozenset(PATHS.values())
         self._models = frozenset({served_name})
@@ -155,15 +159,18 @@ class Api:
         self._count += 1
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
+        salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
+        marks = self._marks_of(body, salt) if self._driver.core.wants_marks else NO_MARKS
         exchange = Exchange(
             self._driver,
             own_id,
             body,
             header_policy.to_engines(request.headers, client_id),
             client_id,
-            self._tenants.salt(tenant, body.fields.get("cache_salt")),
+            salt,
             connection,
             self._tenants.tag(tenant),
+            marks,
         )
         connection.listener = exchange
         arrived = RequestArrived(
@@ -175,8 +182,16 @@ class Api:
             body.alone_because,
             tenant,
             body.can_continue,
+            marks.digests,
+            marks.prompt_bytes,
         )
         self._driver.admit(exchange, arrived)
+
+    def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
+        if salt is None:
+            sent = body.fields.get("cache_salt")
+            salt = sent if type(sent) is str else ""
+        return self._marks.of(body.endpoint, body.fields, body.alone_because, salt)
 
     def _list_models(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._tenants.authenticate(request.header(b"authorization"))

@@ -144,6 +144,7 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
             prefill_batch_tokens=router.prefill_batch_tokens,
             min_uncached_tokens=policy.conditional.min_uncached_tokens,
             own_prompt_limit_tokens=policy.own_prompt_limit_tokens,
+            prefix_routing=policy.prefix_routing,
         ),
         breaker=BreakerLimits(
             failures=breaker.failures,

@@ -19,6 +19,7 @@ from splitserve.orchestrator.router.client_request import CHAT, continued
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Exchange:
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_marks",
         "_prefill",
         "_present_request",
         "_request",
@@ -94,6 +96,7 @@ class Exchange:
         salt: str | None,
         sink: Sink,
         tenant_tag: str = "",
+        marks: Marks = NO_MARKS,
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
@@ -104,6 +107,7 @@ class Exchange:
         """What the next legs ask for: the client's request, or what is left of it."""
         self._resumed_tokens = 0
         self._salt = salt
+        self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
         self._prefill: Leg | None = None
@@ -141,17 +145,23 @@ class Exchange:
             peer_addresses=order.prefill.control_addresses,
             resumed_tokens=self._resumed_tokens,
             tenant=self._tenant_tag,
+            marks=self._marks.digests,
+            prompt_bytes=self._marks.prompt_bytes,
         )
         self._send_decode(order, self._params(for_decode))
 
     def start_prefill(self, order: StartPair | StartPrefill) -> None:
         """Send the prefill leg."""
+        # Behind an answer's beginning the marks would not tell where in the tokens they lie
+        marks = NO_MARKS if self._resumed_tokens else self._marks
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
             tenant=self._tenant_tag,
+            marks=marks.digests,
+            prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt)
@@ -162,7 +172,7 @@ class Exchange:
         if not self._begin(order.attempt):
             return
         params = None
-        if self._resumed_tokens or self._tenant_tag:
+        if self._resumed_tokens or self._tenant_tag or self._marks.digests:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -170,6 +180,8 @@ class Exchange:
                 peer_incarnation="",
                 resumed_tokens=self._resumed_tokens,
                 tenant=self._tenant_tag,
+                marks=self._marks.digests,
+                prompt_bytes=self._marks.prompt_bytes,
             )
             params = self._params(alone)
         self._send_decode(order, params)

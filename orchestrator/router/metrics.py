@@ -61,6 +61,7 @@ class RouterMetrics:
         PlatformCollector(registry=self._registry)
         self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
         self._decided: TallyCounter[str] = TallyCounter()
+        self._expected_cached: TallyCounter[str] = TallyCounter()
         self._prefill_failures = Counter(
             "splitserve_prefill_leg_failures",
             "Prefill legs of the last attempt that were answered with an error status",
@@ -104,6 +105,8 @@ class RouterMetrics:
         received, dispatched = timeline.received, timeline.dispatched
         if dispatched is not None:
             self._decided[timeline.decision] += 1
+            if timeline.expected_cached_tokens:
+                self._expected_cached[timeline.decision] += timeline.expected_cached_tokens
             self._queue_wait.observe(dispatched - received)
             if timeline.prefill_answered is not None:
                 self._prefill_leg.observe(timeline.prefill_answered - dispatched)
@@ -144,6 +147,14 @@ class RouterMetrics:
         for decision, count in self._decided.items():
             decisions.add_metric([decision], count)
         yield decisions
+        expected = CounterMetricFamily(
+            "splitserve_expected_cached_tokens",
+            "Prompt tokens that the chosen nodes were expected to have cached",
+            labels=("decision_type",),
+        )
+        for decision, count in self._expected_cached.items():
+            expected.add_metric([decision], count)
+        yield expected
         for histogram in self._histograms:
             yield histogram.family()
 
@@ -215,6 +226,17 @@ class _CoreCollector(Collector):
                 [node for node in nodes if node.state is not None],
                 attrgetter(f"state.{field}"),
             )
+        yield self._per_node(
+            "cached_prefixes",
+            "Marks of prompts that the node's prefix cache has, as far as the router knows",
+            nodes,
+            lambda n: core.prefixes.size_of(n.description.incarnation),
+        )
+        index = GaugeMetricFamily(
+            "splitserve_prefix_index_marks", "Marks of prompts in the router's prefix index"
+        )
+        index.add_metric([], len(core.prefixes))
+        yield index
         yield self._differences(nodes)
         ended = CounterMetricFamily(
             "splitserve_unfenced_engines_ended",

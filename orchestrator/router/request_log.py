@@ -102,6 +102,7 @@ def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) ->
         "decision": timeline.decision,
         "prefill_node": timeline.prefill_node,
         "decode_node": timeline.decode_node,
+        "expected_cached_tokens": timeline.expected_cached_tokens,
         "attempts": timeline.attempts,
         "continuations": timeline.continuations,
         "dispatched_ms": after(timeline.dispatched),

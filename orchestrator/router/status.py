@@ -25,7 +25,8 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
             "waiting_by_tenant": core.queue.waiting(),
             "queue_limit_requests": core.limits.queue_limit_requests,
         },
-        "nodes": {name: _node(node) for name, node in sorted(core.membership.nodes.items())},
+        "nodes": {name: _node(node, core) for name, node in sorted(core.membership.nodes.items())},
+        "prefix_index_marks": len(core.prefixes),
         "loading": {
             name: {"stage": progress.stage, "elapsed_s": progress.elapsed_s}
             for name, progress in sorted(agents.loading.items())
@@ -61,7 +62,7 @@ def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[s
     return {"object": "list", "data": [model]}
 
 
-def _node(node: Node) -> dict[str, Any]:
+def _node(node: Node, core: RouterCore) -> dict[str, Any]:
     description, state = node.description, node.state
     return {
         "role": node.role,
@@ -81,6 +82,7 @@ def _node(node: Node) -> dict[str, Any]:
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
+        "cached_prefixes": core.prefixes.size_of(description.incarnation),
         "breakers": {
             "prefill": _breaker(node.prefill_breaker),
             "decode": _breaker(node.decode_breaker),

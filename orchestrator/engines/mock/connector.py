@@ -76,6 +76,7 @@ class Connector:
         *,
         fingerprint: dict[str, str],
         max_model_len: int,
+        prefix_caching: bool = True,
     ) -> None:
         layout = memories[0].layout
         self._reports = RankReports(len(memories))
@@ -103,8 +104,10 @@ class Connector:
                 max_model_len=max_model_len,
                 tensor_parallel=len(memories),
                 transport=config.transport,
+                reports_prefixes=prefix_caching,
             ),
             self._load,
+            self._is_cached if prefix_caching else None,
         )
 
     def start(self, scheduler: Scheduler) -> None:
@@ -137,7 +140,14 @@ class Connector:
 
     def finished(self, request: Request, *, aborted: bool) -> bool:
         """True when the request's blocks are still read for a peer."""
-        return self._legs.finished(request.id, aborted=aborted, blocks=len(request.blocks))
+        scheduler = self._scheduler
+        assert scheduler is not None, "a request ends before the connector was started"
+        return self._legs.finished(
+            request.id,
+            aborted=aborted,
+            blocks=len(request.blocks),
+            block_hashes=lambda: scheduler.hashes(request),
+        )
 
     def step_reported(self, results: TransferResults) -> None:
         """The transfer threads are done with these."""
@@ -176,6 +186,11 @@ class Connector:
         for thread in self._threads:
             thread.end_step()
         return self._reports.join([thread.take_results() for thread in self._threads])
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        """Asked by the endpoint's thread: a single read of what the loop's thread changes."""
+        assert self._scheduler is not None, "the endpoint was started before the scheduler"
+        return bool(self._scheduler.pool.find((block_hash,)))
 
     def _load(self) -> EngineLoad:
         """Read by the endpoint's thread: single reads of values that the loop's thread replaces."""

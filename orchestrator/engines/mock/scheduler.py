@@ -280,9 +280,10 @@ class Scheduler:
         if not self._prefix_caching:
             return []
         usable = (request.length - 1) // self._block_tokens
-        return self.pool.find(self._hashes(request)[:usable])
+        return self.pool.find(self.hashes(request)[:usable])
 
-    def _hashes(self, request: Request) -> list[bytes]:
+    def hashes(self, request: Request) -> list[bytes]:
+        """Of the request's full blocks."""
         return block_hashes(request.tokens, self._block_tokens, request.salt)
 
     def _grow(self, request: Request, tokens: int, shared: Sequence[int] = ()) -> bool:
@@ -307,7 +308,7 @@ class Scheduler:
         full = request.computed // self._block_tokens
         if not self._prefix_caching or full <= request.published:
             return
-        hashes = self._hashes(request)
+        hashes = self.hashes(request)
         for index in range(request.published, full):
             self.pool.publish(request.blocks[index], hashes[index])
         request.published = full

@@ -115,6 +115,7 @@ def build(options: argparse.Namespace) -> Parts:
             memories,
             fingerprint=fingerprint(shape, options.seed),
             max_model_len=options.max_model_len,
+            prefix_caching=options.enable_prefix_caching,
         )
     scheduler = Scheduler(
         connector,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
@@ -39,6 +40,7 @@ class SchedulerHalf:
         self._running = 0
         self._report_by_rank: dict[int, RankReport] = {}
         self.block_pool: BlockPool | None = None
+        caches = bool(vllm_config.cache_config.enable_prefix_caching)
         description = EngineDescription(
             incarnation=config.incarnation,
             fingerprint=engine_fingerprint(vllm_config, kv_cache_config),
@@ -48,8 +50,12 @@ class SchedulerHalf:
             max_model_len=vllm_config.model_config.max_model_len,
             tensor_parallel=tensor_parallel,
             transport=config.transport,
+            reports_prefixes=caches,
         )
-        self._legs = Legs(cluster_secret(), config.endpoint_address, description, self._load)
+        is_cached = self._is_cached if caches else None
+        self._legs = Legs(
+            cluster_secret(), config.endpoint_address, description, self._load, is_cached
+        )
         self._legs.start()
 
     def arrived(self, request: Request) -> None:
@@ -107,7 +113,12 @@ class SchedulerHalf:
         """The engine is done with the request. True when its blocks are still read for a peer."""
         self._live.discard(request.request_id)
         aborted = request.status not in COMPLETE
-        return self._legs.finished(request.request_id, aborted=aborted, blocks=blocks)
+        return self._legs.finished(
+            request.request_id,
+            aborted=aborted,
+            blocks=blocks,
+            block_hashes=lambda: request.block_hashes,
+        )
 
     @property
     def has_orders(self) -> bool:
@@ -117,6 +128,17 @@ class SchedulerHalf:
     def stop(self) -> None:
         """End the endpoint's thread."""
         self._legs.stop()
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        """Asked by the endpoint's thread."""
+        pool = self.block_pool
+        if pool is None:
+            return False
+        try:
+            return pool.get_cached_block(BlockHash(block_hash), [0]) is not None
+        except (RuntimeError, StopIteration):
+            # Several blocks have that content and the scheduler's thread has just changed which
+            return True
 
     def _load(self) -> EngineLoad:
         """Read by the endpoint's thread: single reads of what the scheduler's thread replaces."""

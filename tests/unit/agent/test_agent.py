@@ -102,9 +102,9 @@ class Rig:
     async def obey(self, message: ToAgent) -> None:
         """The router orders something, and the engine has been told of it."""
         await self.agent._on_message(message)
-        relay = asyncio.create_task(self.agent.relay_orders())
+        relay = asyncio.create_task(self.agent.relay.run())
         async with asyncio.timeout(20):
-            await self.agent._relays.join()
+            await self.agent.relay.empty()
         relay.cancel()
 
     async def watch(self) -> str:
