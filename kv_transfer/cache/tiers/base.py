@@ -109,23 +109,23 @@ class Tier(Protocol):
         """
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each chunk is there now. Raises ``TierUnavailableError``."""
+        """Whether each chunk is there now. Raises ``TierError``."""
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
         """(index, outcome) of each chunk as soon as it is known, in any order.
 
-        Raises ``TierUnavailableError``: chunks without an outcome are not read then. After the
+        Raises ``TierError``: chunks without an outcome are not read then. After the
         iterator has ended, in whichever way, no buffer is written to any more.
         """
 
     def write(self, chunks: Sequence[ChunkBuffers]) -> list[WriteOutcome]:
         """Store each chunk, all of it or nothing; one that is there already is replaced.
 
-        Raises ``TierUnavailableError``: then any of them may have been stored.
+        Raises ``TierError``: then any of them may have been stored.
         """
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """None of these is there; returns how many were. Raises ``TierUnavailableError``."""
+        """None of these is there; returns how many were. Raises ``TierError``."""
 
     def stored(self) -> Iterator[StoredChunk]:
         """What an exclusive tier has, oldest first; nothing for any other tier."""

@@ -1,0 +1,262 @@
+"""Chunks as objects of S3, Google Cloud Storage or Azure, by the library ``obstore``.
+
+An object is one chunk, put in one request (so a reader sees all of it or nothing) and got in ranges
+of at most ``part_bytes``, several at a time. The library hands its own buffers over, so each byte
+is copied once into the arena. Requests of all callers share ``concurrency`` threads, which bounds
+connections and what is held in memory: about ``concurrency`` parts.
+
+Several hosts may share a bucket; what one of them removes is absent for the others. Stores expire
+objects by rules of the bucket, not by ``ttl_s``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from splitserve.kv_transfer.cache.tiers.address import (
+    expand,
+    read_options,
+    split_url,
+    without_userinfo,
+)
+from splitserve.kv_transfer.cache.tiers.base import (
+    CONNECT_TIMEOUT_S,
+    HEADER_BYTES,
+    OPERATION_TIMEOUT_S,
+    ChunkBuffers,
+    ReadOutcome,
+    StoredChunk,
+    TierCapabilities,
+    TierConfigError,
+    TierError,
+    TierUnavailableError,
+    WriteOutcome,
+)
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+    from obstore.store import from_url
+except ImportError as missing:
+    raise TierConfigError(
+        "the s3 tier needs the library obstore; install it with `pip install 'splitserve[s3]'`"
+    ) from missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from splitserve.kv_transfer.cache.settings import TierSettings
+
+_STORE_OPTIONS = {
+    "endpoint": "endpoint",
+    "region": "region",
+    "access_key": "access_key_id",
+    "secret_key": "secret_access_key",
+    "session_token": "session_token",
+}
+"""Option to the name that the library has for it."""
+KEYS_PER_REQUEST = 1000
+_Part = tuple[ReadOutcome, str | None]
+"""What became of one request, and which version of the object it saw."""
+_FAULTS = (BaseError, OSError, ValueError)
+"""What the library raises; a missing object is ``FileNotFoundError``."""
+
+
+class ObjectOptions(msgspec.Struct, frozen=True):
+    """Options of the tier; credentials that are not given come from the environment, or from the
+    machine's role.
+    """
+
+    endpoint: str = ""
+    """Of a server that speaks S3 and is not AWS."""
+    region: str = ""
+    access_key: str = ""
+    secret_key: str = ""
+    session_token: str = ""
+    concurrency: int = 8
+    part_bytes: int = 8 << 20
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    timeout_s: float = OPERATION_TIMEOUT_S
+
+
+class ObjectTier:
+    """Owns its threads and the library's connections."""
+
+    capabilities = TierCapabilities(name="s3", is_exclusive=False, is_remote=True)
+
+    def __init__(self, settings: TierSettings) -> None:
+        self._options = options = read_options(settings, ObjectOptions)
+        url = split_url(settings, ("s3", "gs", "az"))
+        if not url.netloc or min(options.concurrency, options.part_bytes - HEADER_BYTES) < 1:
+            raise TierConfigError(
+                f"the s3 tier needs a url {url.scheme}://bucket/folder, a concurrency of 1 or "
+                f"more and a part_bytes above {HEADER_BYTES}"
+            )
+        self._shown = without_userinfo(settings.url)
+        self._only_reads = settings.admission == "never"
+        self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
+        self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="cache-s3")
+
+    def check(self) -> None:
+        """The bucket is there and takes an object, or can be listed when it is only read."""
+        if self._only_reads:
+            self._do(obstore.list_with_delimiter, self._store)
+            return
+        probe = f"check-{os.urandom(8).hex()}"
+        self._do(obstore.put, self._store, probe, b"1", use_multipart=False)
+        self._do(obstore.delete, self._store, probe)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """One HEAD each, ``concurrency`` at once."""
+        return list(self._threads.map(self._is_there, keys))
+
+    def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
+        """As they come. When it ends early it waits for the requests that are under way."""
+        part_of: dict[Future[_Part], int] = {}
+        for index, chunk in enumerate(chunks):
+            for start in range(0, HEADER_BYTES + len(chunk.body), self._options.part_bytes):
+                part_of[self._threads.submit(self._read_part, chunk, start)] = index
+        missing = Counter(part_of.values())
+        parts: dict[int, set[_Part]] = {index: set() for index in missing}
+        waiting = set(part_of)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for part in done:
+                    index = part_of[part]
+                    parts[index].add(part.result())
+                    missing[index] -= 1
+                    if missing[index] == 0:
+                        yield index, self._outcome(chunks[index].key, parts[index])
+        finally:
+            for part in waiting:
+                part.cancel()
+            wait(waiting)
+
+    def write(self, chunks: Sequence[ChunkBuffers]) -> list[WriteOutcome]:
+        """``concurrency`` at once. No store says that it is full in a way that all share."""
+        return list(self._threads.map(self._write, chunks))
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """They are counted before: stores do not tell whether there was something to delete."""
+        there = [key for key, found in zip(keys, self.contains(keys), strict=True) if found]
+        self._delete(there)
+        return len(there)
+
+    def stored(self) -> Iterator[StoredChunk]:
+        """Nothing: other hosts come and go there."""
+        return iter(())
+
+    def free_bytes(self) -> None:
+        """Stores do not end."""
+
+    def close(self) -> None:
+        """Every thread has ended."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _outcome(self, key: bytes, parts: set[_Part]) -> ReadOutcome:
+        outcomes = {outcome for outcome, _ in parts}
+        if outcomes == {ReadOutcome.HIT}:
+            # Parts of two objects: it was replaced in between, and would be there next time
+            return ReadOutcome.HIT if len(parts) == 1 else ReadOutcome.ABSENT
+        if ReadOutcome.ABSENT in outcomes:
+            return ReadOutcome.ABSENT
+        self._delete([key])
+        return ReadOutcome.BROKEN
+
+    def _read_part(self, chunk: ChunkBuffers, start: int) -> _Part:
+        """The bytes from ``start`` on, at most ``part_bytes``, are in the chunk's buffers when it
+        is a hit.
+        """
+        size = HEADER_BYTES + len(chunk.body)
+        end = min(size, start + self._options.part_bytes)
+        name = chunk.key.hex()
+        try:
+            got = obstore.get(self._store, name, options={"range": (start, end)})
+            if got.meta["size"] != size:
+                return ReadOutcome.BROKEN, None
+            content = memoryview(got.bytes())
+        except FileNotFoundError:
+            return ReadOutcome.ABSENT, None
+        except _FAULTS as error:
+            # An object that ends before the range is an error too, each store has its own
+            if self._size_of(name) not in (size, None):
+                return ReadOutcome.BROKEN, None
+            raise self._explained(error) from error
+        if len(content) != end - start:
+            return ReadOutcome.BROKEN, None
+        in_header = max(0, HEADER_BYTES - start)
+        if in_header:
+            chunk.header[start:] = content[:in_header]
+        chunk.body[max(0, start - HEADER_BYTES) : end - HEADER_BYTES] = content[in_header:]
+        return ReadOutcome.HIT, got.meta["e_tag"]
+
+    def _write(self, chunk: ChunkBuffers) -> WriteOutcome:
+        parts = [chunk.header, chunk.body]
+        self._do(obstore.put, self._store, chunk.key.hex(), parts, use_multipart=False)
+        return WriteOutcome.WRITTEN
+
+    def _is_there(self, key: bytes) -> bool:
+        return self._size_of(key.hex()) is not None
+
+    def _size_of(self, name: str) -> int | None:
+        try:
+            size: int = obstore.head(self._store, name)["size"]
+        except FileNotFoundError:
+            return None
+        except _FAULTS as error:
+            raise self._explained(error) from error
+        return size
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        for start in range(0, len(keys), KEYS_PER_REQUEST):
+            names = [key.hex() for key in keys[start : start + KEYS_PER_REQUEST]]
+            self._do(obstore.delete, self._store, names)
+
+    def _do(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        try:
+            call(*arguments, **options)
+        except _FAULTS as error:
+            raise self._explained(error) from error
+
+    def _make_store(self, url: str, options: ObjectOptions) -> Any:
+        """The library's store; the rest of its settings it takes from the environment."""
+        values = {name: getattr(options, ours) for ours, name in _STORE_OPTIONS.items()}
+        config = {name: value for name, value in values.items() if value}
+        timeout = timedelta(seconds=options.timeout_s)
+        client = {
+            "timeout": timeout,
+            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "allow_http": options.endpoint.startswith("http://"),
+        }
+        # One more try for what fails early; what was waited for is not waited for again
+        retry = {"max_retries": 1, "retry_timeout": timeout / 2}
+        try:
+            return from_url(url, config=config, client_options=client, retry_config=retry)
+        except _FAULTS as error:
+            raise TierConfigError(
+                f"the s3 tier cannot use {self._shown}: {_first_line(error)}"
+            ) from error
+
+    def _explained(self, error: Exception) -> TierError:
+        place = f"the s3 tier at {self._shown}"
+        said = _first_line(error)
+        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+            return TierConfigError(
+                f"{place} refuses the credentials: {said}; correct access_key and secret_key, or "
+                "what the environment says"
+            )
+        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
+            return TierConfigError(f"{place}: there is no such bucket; make it or correct the url")
+        return TierUnavailableError(f"{place} cannot be reached: {said}")
+
+
+def _first_line(error: Exception) -> str:
+    """What the library says, without the answer's document and its own structure."""
+    return str(error).partition("\n")[0].partition(": <?xml")[0]
