@@ -37,6 +37,9 @@ PURE = (
     "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
     "kv_transfer/holdings.py",
+    "kv_transfer/cache/entry.py",
+    "kv_transfer/cache/eviction.py",
+    "kv_transfer/cache/index.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}
