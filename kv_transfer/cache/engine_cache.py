@@ -63,10 +63,11 @@ class BlockHolder(Protocol):
 class PromptIdentity:
     """What a prompt's KV depends on besides the model and the tokens."""
 
-    tenant: bytes
     salt: str = ""
     adapter: str = ""
     media: tuple[Media, ...] = ()
+    is_known: bool = True
+    """False for prompts whose KV depends on something else too: they are not cached."""
 
 
 @dataclass(eq=False)
@@ -150,10 +151,13 @@ class EngineCache:
         request_id: str,
         prompt: Sequence[int],
         identity: PromptIdentity,
+        tenant: bytes,
         marks: Iterable[Mark] = (),
     ) -> None:
-        """A request reached the scheduler; its chunks are being looked up."""
-        root = root_key(self._model, identity.tenant, identity.salt, identity.adapter)
+        """A request reached the scheduler; its chunks are being looked up. ``tenant`` is the tag
+        of who has sent it.
+        """
+        root = root_key(self._model, tenant, identity.salt, identity.adapter)
         keys = chunk_keys(root, prompt, self._chunk_tokens, media=identity.media)
         lookup_id = self._lookups.ask(keys) if keys else None
         self._prompts[request_id] = CachedPrompt(

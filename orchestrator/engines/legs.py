@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from splitserve.decode_node.reservations import Reservations
+from splitserve.kv_transfer.cache.keys import NO_TENANT, TAG_BYTES
+from splitserve.kv_transfer.cache.messages import Mark
+from splitserve.kv_transfer.cache.orders import CacheOrders
 from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
 from splitserve.kv_transfer.fingerprint import prompt_hash
 from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, HeldPrefixes
@@ -31,6 +34,8 @@ from splitserve.prefill_node.prefills import Prefills
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from splitserve.kv_transfer.cache.engine_cache import EngineCache, PromptIdentity
+    from splitserve.kv_transfer.cache.orders import CacheNews
     from splitserve.kv_transfer.engine_endpoint import EngineDescription
     from splitserve.kv_transfer.held_prefixes import PrefixReport
 
@@ -57,6 +62,17 @@ class EngineLoad:
     """Of this look, in the clock of ``rank_holdings``."""
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What an engine has of a request that ends."""
+
+    computed_tokens: int
+    """The first so many tokens have their KV in the blocks."""
+    tokens: Sequence[int]
+    """Prompt and answer."""
+    block_ids: Sequence[int]
+
+
 class Legs:
     """All legs of one engine. Used by its scheduler's thread; only the endpoint reads ``status``
     from another one.
@@ -69,11 +85,13 @@ class Legs:
         description: EngineDescription,
         load: Callable[[], EngineLoad],
         is_cached: Callable[[bytes], bool] | None = None,
+        cache: EngineCache | None = None,
     ) -> None:
         """``is_cached``: whether the engine's own prefix cache has a block of that hash; None for
         an engine without one. Asked in the endpoint's thread.
         """
         self._secret = secret
+        self._cache = cache
         self._load = load
         self._total_blocks = description.total_blocks
         self._prefills = Prefills(description.block_tokens)
@@ -97,25 +115,31 @@ class Legs:
     def stop(self) -> None:
         """The endpoint's thread has ended."""
         self.endpoint.stop()
+        if self._cache is not None:
+            self._cache.stop()
 
     def arrived(
         self,
         request_id: str,
         kv_transfer_params: dict[str, Any] | None,
         prompt: Sequence[int],
-        extras: str,
+        identity: PromptIdentity,
     ) -> None:
         """A request reached the scheduler; a leg is recognised by its sealed parameters.
 
-        ``extras`` is what the prompt's KV depends on besides its tokens, see ``prompt_extras``.
+        ``identity`` is what the prompt's KV depends on besides its tokens.
         """
         params = self._leg(request_id, kv_transfer_params)
-        if params is None or not prompt:
+        if not prompt:
             return
-        if params.marks:
+        if params is not None and params.marks:
             self._note_marks(request_id, params, len(prompt))
-        if params.role == "alone":
+        if self._cache is not None and identity.is_known:
+            marks = (Mark(digest, tokens) for digest, tokens in self.marks_of(request_id))
+            self._cache.arrived(request_id, prompt, identity, _tenant(params), marks)
+        if params is None or params.role == "alone":
             return
+        extras = prompt_extras(identity)
         side = self._prefills if params.role == "prefill" else self._reservations
         if not side.arrived(request_id, params, len(prompt), prompt_hash(prompt, extras)):
             logger.warning(
@@ -128,24 +152,38 @@ class Legs:
         """(digest, tokens before it) of each mark of a request that is in the engine."""
         return self._marks.get(request_id, ())
 
-    def wanted_tokens(self, request_id: str, computed_tokens: int) -> int:
-        """Prompt tokens that should come from the prefill node."""
-        return self._reservations.wanted_tokens(request_id, computed_tokens)
+    def wanted_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """Prompt tokens behind ``computed_tokens`` that come from outside: from the cache of this
+        host, then from the prefill node. None: ask again in a moment.
+        """
+        sent = self._reservations.wanted_tokens(request_id, computed_tokens)
+        if self._cache is None:
+            return sent
+        cached = self._cache.hit_tokens(request_id, computed_tokens)
+        if cached is None:
+            return None
+        # What the cache leaves over may be the last token only, which every engine computes itself.
+        return sent if sent > cached + 1 else cached
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks, the last ``external_tokens`` prompt tokens come from outside."""
-        self._reservations.reserved(request_id, block_ids, external_tokens)
+        cached = 0
+        if self._cache is not None:
+            cached = self._cache.allocated(request_id, block_ids, external_tokens)
+        self._reservations.reserved(request_id, block_ids, external_tokens - cached)
 
     @property
     def must_hear_of_steps(self) -> bool:
         """Whether ``scheduled`` is to be called for each request of the coming step."""
-        return self._prefills.is_active
+        return self._prefills.is_active or self._cache is not None
 
     def scheduled(
         self, request_id: str, computed_before: int, tokens: int, block_ids: Sequence[int]
     ) -> None:
         """The coming step computes ``tokens`` tokens of the request behind ``computed_before``."""
         self._prefills.scheduled(request_id, computed_before, tokens, block_ids)
+        if self._cache is not None:
+            self._cache.scheduled(request_id, computed_before, tokens, block_ids)
 
     def preempted(self, request_id: str) -> None:
         """The engine takes the request's blocks back before the coming step."""
@@ -172,6 +210,15 @@ class Legs:
             dead_peers=dead_peers,
         )
 
+    def take_cache_orders(self) -> CacheOrders:
+        """As ``take_orders``, for the workers' cache threads."""
+        return self._cache.take_orders() if self._cache is not None else CacheOrders()
+
+    def cache_reported(self, news_of_ranks: Iterable[CacheNews]) -> None:
+        """A step is over, and the workers' cache threads have ended these."""
+        if self._cache is not None:
+            self._cache.step_reported(news_of_ranks)
+
     def settled(self, finished_sending: Iterable[str], finished_receiving: Iterable[str]) -> None:
         """The transfer threads of all workers are done with these requests."""
         self._reservations.settled(finished_receiving)
@@ -184,12 +231,17 @@ class Legs:
         aborted: bool,
         blocks: int,
         block_hashes: Callable[[], Sequence[bytes]] | None = None,
+        computed: Computed | None = None,
     ) -> bool:
         """The engine is done with the request. True when its blocks are still read for a peer.
 
         ``block_hashes`` gives the hashes of its full blocks in the engine's prefix cache; called
-        only when they are of use.
+        only when they are of use. ``computed`` is what may be kept in the host's cache.
         """
+        if self._cache is not None and computed is not None:
+            self._cache.finished(
+                request_id, computed.computed_tokens, computed.tokens, computed.block_ids
+            )
         marks = self._marks.pop(request_id, None)
         if marks and block_hashes is not None and self._held is not None:
             self._finished.append((marks, block_hashes()))
@@ -200,7 +252,10 @@ class Legs:
     def has_orders(self) -> bool:
         """Whether the workers must be told something although no request runs."""
         return (
-            self.endpoint.has_orders or self._prefills.has_orders or self._reservations.has_orders
+            self.endpoint.has_orders
+            or self._prefills.has_orders
+            or self._reservations.has_orders
+            or (self._cache is not None and self._cache.has_orders)
         )
 
     def status(self) -> EngineStatus:
@@ -209,6 +264,8 @@ class Legs:
         counters: Counter[str] = Counter({"ignored_transfer_params": self._ignored_params})
         for rank_counters in load.rank_counters:
             counters.update(rank_counters)
+        if self._cache is not None:
+            counters.update(self._cache.status())
         unreserved = [
             Holding(transfer_id, request_id, RECEIVES, WAITS_FOR_BLOCKS, 0, 0.0, peer)
             for transfer_id, request_id, peer in self._reservations.unreserved()
@@ -253,6 +310,16 @@ class Legs:
             return None
 
 
-def prompt_extras(adapter: str, salt: str, media: Iterable[str]) -> str:
+def prompt_extras(identity: PromptIdentity) -> str:
     """What a prompt's KV depends on besides its tokens, as canonical text."""
-    return f"adapter={adapter};salt={salt};media={','.join(media)}"
+    media = ",".join(item.identifier for item in identity.media)
+    return f"adapter={identity.adapter};salt={identity.salt};media={media}"
+
+
+def _tenant(params: TransferParams | None) -> bytes:
+    """The tag that the keys of a request's chunks begin with."""
+    try:
+        tag = bytes.fromhex(params.tenant) if params is not None else b""
+    except ValueError:
+        tag = b""
+    return tag if len(tag) == TAG_BYTES else NO_TENANT

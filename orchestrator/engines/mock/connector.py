@@ -11,14 +11,19 @@ from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from splitserve.kv_transfer.cache.engine_cache import PromptIdentity
+from splitserve.kv_transfer.cache.orders import CacheNews
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.kv_transfer.orders import TransferResults
 from splitserve.kv_transfer.transfer_thread import TransferThread
-from splitserve.orchestrator.engines.legs import EngineLoad, Legs, prompt_extras
+from splitserve.orchestrator.engines.joined_receives import JoinedReceives
+from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
+from splitserve.orchestrator.engines.mock.cache_half import cache_threads, engine_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from splitserve.kv_transfer.cache.copy_thread import CacheThread
     from splitserve.orchestrator.engines.connector_config import ConnectorConfig
     from splitserve.orchestrator.engines.mock.model import KvMemory
     from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
@@ -92,6 +97,18 @@ class Connector:
             )
             for rank, memory in enumerate(memories)
         ]
+        self._joined = [JoinedReceives() for _ in memories]
+        self._caches: list[CacheThread] = []
+        self._cache_news: list[CacheNews] = []
+        cache = None
+        if config.cache is not None:
+            self._caches = cache_threads(
+                config.cache, memories, incarnation=config.incarnation, fingerprint=fingerprint
+            )
+            cache = engine_cache(
+                config.cache, memories[0].shape, len(memories), incarnation=config.incarnation,
+                fingerprint=fingerprint, pool=lambda: self._bound_scheduler.pool,
+            )  # fmt: skip
         self._legs = Legs(
             secret,
             config.endpoint_address,
@@ -108,18 +125,28 @@ class Connector:
             ),
             self._load,
             self._is_cached if prefix_caching else None,
+            cache,
         )
+
+    @property
+    def _bound_scheduler(self) -> Scheduler:
+        assert self._scheduler is not None, "the connector was not started"
+        return self._scheduler
 
     def start(self, scheduler: Scheduler) -> None:
         """Peers and the agent can reach this engine. Raises when they could not."""
         self._scheduler = scheduler
         for thread in self._threads:
             thread.start()
+        for cache in self._caches:
+            cache.start()
         self._legs.start()
 
     def stop(self) -> None:
         """The threads have ended and the KV memory is not touched any more."""
         self._legs.stop()
+        for cache in self._caches:
+            cache.stop()
         for thread in self._threads:
             thread.stop()
 
@@ -127,11 +154,11 @@ class Connector:
 
     def arrived(self, request: Request) -> None:
         """A request reached the scheduler."""
-        extras = prompt_extras("", request.salt, ())
-        self._legs.arrived(request.id, request.kv_transfer_params, request.prompt, extras)
+        identity = PromptIdentity(salt=request.salt)
+        self._legs.arrived(request.id, request.kv_transfer_params, request.prompt, identity)
 
-    def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Prompt tokens that should come from the prefill node."""
+    def wanted_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Prompt tokens that come from outside; None: ask again in a moment."""
         return self._legs.wanted_tokens(request.id, computed_tokens)
 
     def allocated(self, request: Request, external_tokens: int) -> None:
@@ -147,11 +174,14 @@ class Connector:
             aborted=aborted,
             blocks=len(request.blocks),
             block_hashes=lambda: scheduler.hashes(request),
+            computed=Computed(0 if aborted else request.length - 1, request.tokens, request.blocks),
         )
 
     def step_reported(self, results: TransferResults) -> None:
         """The transfer threads are done with these."""
         self._legs.settled(results.finished_sending, results.finished_receiving)
+        self._legs.cache_reported(self._cache_news)
+        self._cache_news = []
 
     # -- the forward pass ----------------------------------------------------------------------
 
@@ -172,7 +202,11 @@ class Connector:
             )
             if self._legs.must_hear_of_steps:
                 self._legs.scheduled(request.id, chunk.first, chunk.tokens, chunk.block_ids)
-        orders = self._legs.take_orders()
+        orders, cache_orders = self._legs.take_orders(), self._legs.take_cache_orders()
+        for joined in self._joined:
+            joined.begin_step(orders, cache_orders)
+        for cache in self._caches:
+            cache.begin_step(cache_orders)
         for thread in self._threads:
             thread.begin_step(orders)
 
@@ -180,12 +214,19 @@ class Connector:
         """The forward pass has left ``layer`` on every rank."""
         for thread in self._threads:
             thread.layer_done(layer)
+        for cache in self._caches:
+            cache.layer_done(layer)
 
     def end_step(self) -> TransferResults:
         """The forward pass is over; what all ranks have finished since the last step."""
         for thread in self._threads:
             thread.end_step()
-        return self._reports.join([thread.take_results() for thread in self._threads])
+        for cache in self._caches:
+            cache.end_step()
+        news = [cache.take_news() for cache in self._caches] or [CacheNews()] * len(self._threads)
+        self._cache_news += [each for each in news if not each.is_empty]
+        parts = zip(self._joined, self._threads, news, strict=True)
+        return self._reports.join([j.results(t.take_results(), each) for j, t, each in parts])
 
     def _is_cached(self, block_hash: bytes) -> bool:
         """Asked by the endpoint's thread: a single read of what the loop's thread changes."""
@@ -204,7 +245,11 @@ class Connector:
             running=scheduler.running_requests,
             waiting=scheduler.waiting_requests,
             free_blocks=scheduler.pool.free_blocks,
-            rank_counters=[own, *(thread.counters() for thread in self._threads)],
+            rank_counters=[
+                own,
+                *(thread.counters() for thread in self._threads),
+                *(cache.counters() for cache in self._caches),
+            ],
             rank_holdings=[thread.holdings() for thread in self._threads],
             now=monotonic(),
         )

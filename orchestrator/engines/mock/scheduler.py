@@ -6,6 +6,7 @@ The contract with the hooks is vLLM's, so what holds here holds there:
 * ``wanted_tokens`` may be asked often; when it answers more than 0 the request gets its blocks at
   once, is *parked*, and is not computed until it is reported as received. Its blocks are offered to
   other prompts only after that.
+* One for which it answers None is asked again in the next step, and passed until then.
 * An aborted request that is parked keeps its blocks until it is reported.
 * ``finished`` answers whether a request's blocks stay until it is reported as sent.
 * A report that nobody waits for is an ``AssertionError``: in vLLM it ends the engine.
@@ -112,8 +113,10 @@ class SchedulerHooks(Protocol):
     def arrived(self, request: Request) -> None:
         """Before anything is allocated."""
 
-    def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Prompt tokens after ``computed_tokens`` that will come from outside. Without effect."""
+    def wanted_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Prompt tokens after ``computed_tokens`` that will come from outside; None: not known yet.
+        Without effect.
+        """
 
     def allocated(self, request: Request, external_tokens: int) -> None:
         """The request has its blocks; again with 0 once an external load is over."""
@@ -220,6 +223,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[Chunk]:
         """Take up waiting requests in their order until one does not fit."""
         chunks: list[Chunk] = []
+        undecided: list[Request] = []
         while self._waiting and budget and len(self._running) < self._running_limit_requests:
             request = self._waiting[0]
             if request.blocks:
@@ -227,7 +231,12 @@ class Scheduler:
             else:
                 shared = self._cached_blocks(request)
                 request.computed = len(shared) * self._block_tokens
-                external = self._hooks.wanted_tokens(request, request.computed)
+                wanted = self._hooks.wanted_tokens(request, request.computed)
+                if wanted is None:
+                    request.computed = 0
+                    undecided.append(self._waiting.popleft())
+                    continue
+                external = wanted
             tokens = external or min(request.length - request.computed, budget)
             if not self._grow(request, tokens, shared):
                 request.computed = request.computed if request.blocks else 0
@@ -243,6 +252,7 @@ class Scheduler:
             self._running.append(request)
             chunks.append(self._planned(request, tokens))
             budget -= tokens
+        self._waiting.extendleft(reversed(undecided))
         return chunks
 
     def update(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from splitserve.kv_transfer.cache.orders import CacheNews, CacheOrders
     from splitserve.kv_transfer.orders import StepOrders
     from splitserve.orchestrator.engines.vllm.scheduler_half import SchedulerHalf
     from splitserve.orchestrator.engines.vllm.worker_half import RankReport, WorkerHalf
@@ -45,18 +46,22 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once per step."""
 
     orders: StepOrders
+    cache_orders: CacheOrders
 
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler: what each rank's transfer thread counts and holds."""
+    """Workers to scheduler: what each rank's threads count and hold, and what has ended."""
 
     by_rank: dict[int, RankReport] = field(default_factory=dict)
+    cache_news: dict[int, CacheNews] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """The reports of both."""
         assert isinstance(other, WorkerReports)
-        return WorkerReports({**self.by_rank, **other.by_rank})
+        return WorkerReports(
+            {**self.by_rank, **other.by_rank}, {**self.cache_news, **other.cache_news}
+        )
 
 
 class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -115,9 +120,11 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """(tokens that will come from the prefill node, asynchronously). Without effect."""
+        """(tokens that will come from outside, asynchronously); None: not known yet. Without
+        effect.
+        """
         tokens = self._scheduler_half.wanted_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups that arrive from outside and must not be zeroed."""
@@ -132,7 +139,7 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers are told before this step."""
-        return StepMetadata(self._scheduler_half.build_orders(scheduler_output))
+        return StepMetadata(*self._scheduler_half.build_orders(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers reported after a step."""
@@ -142,7 +149,7 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Once per request; True keeps its blocks until it is reported as sent."""
-        return self._scheduler_half.finished(request, len(block_ids)), None
+        return self._scheduler_half.finished(request, block_ids), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -164,7 +171,7 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         """Before the step's forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        self._worker_half.begin_step(connector_metadata.orders)
+        self._worker_half.begin_step(connector_metadata.orders, connector_metadata.cache_orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: grants leave when the step begins, pages arrive by themselves."""
@@ -196,9 +203,14 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank counts and holds, when that changed."""
-        changed = self._worker_half.changed_report()
-        return WorkerReports({self._worker_half.rank: changed}) if changed is not None else None
+        """What this rank counts and holds, when that changed, and what has ended."""
+        rank = self._worker_half.rank
+        changed, news = self._worker_half.changed_report(), self._worker_half.take_cache_news()
+        if changed is None and news.is_empty:
+            return None
+        return WorkerReports(
+            {} if changed is None else {rank: changed}, {} if news.is_empty else {rank: news}
+        )
 
     def shutdown(self) -> None:
         """Stop the threads of this process."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SAMPLE_BYTES = 1 << 20
+CONFIG_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -43,7 +44,7 @@ def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "device": current_platform.device_type,
     }
     if current_platform.is_cpu():
-        fingerprint["attention_isa"] = _cpu_attention_isa(vllm_config, spec.block_size)
+        fingerprint["attention_isa"] = cpu_attention_isa(vllm_config, spec.block_size)
     return fingerprint
 
 
@@ -53,11 +54,17 @@ def _weights(folder: Path, revision: str | None, load_format: object) -> str:
     """
     if str(getattr(load_format, "value", load_format)) == "dummy":
         return f"dummy of {folder.name}"
+    return weights_identity(folder, revision)
+
+
+def weights_identity(folder: Path, revision: str | None) -> str:
+    """As ``_weights``, for a folder that is read."""
     files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".bin", ".pt"))
     if not files:
         return f"{folder}@{revision}"
     digest = blake2b(digest_size=16)
-    for path in [*files, folder / "config.json"]:
+    configs = [path for name in CONFIG_FILES if (path := folder / name).is_file()]
+    for path in [*files, *configs]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:
@@ -77,7 +84,7 @@ def _tokenizer(folder: Path, revision: str | None) -> str:
     return digest.hexdigest()
 
 
-def _cpu_attention_isa(vllm_config: VllmConfig, block_size: int) -> str:
+def cpu_attention_isa(vllm_config: VllmConfig, block_size: int) -> str:
     """On CPU the bytes inside a block depend on the instruction set that attention uses."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -10,7 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.orchestrator.engines.connector_config import cluster_secret, connector_config
-from splitserve.orchestrator.engines.legs import EngineLoad, Legs, prompt_extras
+from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
+from splitserve.orchestrator.engines.vllm.cache_half import engine_cache, prompt_identity
 from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
 from splitserve.orchestrator.engines.vllm.support import extra_config
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from splitserve.kv_transfer.cache.orders import CacheOrders
     from splitserve.kv_transfer.orders import StepOrders
     from splitserve.orchestrator.engines.vllm.worker_half import RankReport
 
@@ -41,9 +43,10 @@ class SchedulerHalf:
         self._report_by_rank: dict[int, RankReport] = {}
         self.block_pool: BlockPool | None = None
         caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        fingerprint = engine_fingerprint(vllm_config, kv_cache_config)
         description = EngineDescription(
             incarnation=config.incarnation,
-            fingerprint=engine_fingerprint(vllm_config, kv_cache_config),
+            fingerprint=fingerprint,
             control_addresses=tuple(config.advertised_address(r) for r in range(tensor_parallel)),
             block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             total_blocks=self._blocks,
@@ -52,9 +55,19 @@ class SchedulerHalf:
             transport=config.transport,
             reports_prefixes=caches,
         )
-        is_cached = self._is_cached if caches else None
+        cache = None
+        if config.cache is not None:
+            cache = engine_cache(
+                config.cache, vllm_config, kv_cache_config, incarnation=config.incarnation,
+                fingerprint=fingerprint, pool=lambda: self.block_pool,
+            )  # fmt: skip
         self._legs = Legs(
-            cluster_secret(), config.endpoint_address, description, self._load, is_cached
+            cluster_secret(),
+            config.endpoint_address,
+            description,
+            self._load,
+            self._is_cached if caches else None,
+            cache,
         )
         self._legs.start()
 
@@ -65,15 +78,11 @@ class SchedulerHalf:
             request.request_id,
             request.kv_transfer_params,
             request.prompt_token_ids or (),
-            prompt_extras(
-                request.lora_request.lora_name if request.lora_request else "",
-                request.cache_salt or "",
-                (str(feature.identifier) for feature in request.mm_features or ()),
-            ),
+            prompt_identity(request),
         )
 
-    def wanted_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Prompt tokens that should come from the prefill node."""
+    def wanted_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Prompt tokens that come from outside; None: ask again in a moment."""
         if request.skip_reading_prefix_cache:
             return 0
         return self._legs.wanted_tokens(request.request_id, computed_tokens)
@@ -82,14 +91,14 @@ class SchedulerHalf:
         """The request has blocks."""
         self._legs.allocated(request.request_id, blocks.get_block_ids()[0], external_tokens)
 
-    def build_orders(self, output: SchedulerOutput) -> StepOrders:
+    def build_orders(self, output: SchedulerOutput) -> tuple[StepOrders, CacheOrders]:
         """Everything the workers must know before this step."""
         for request_id in output.preempted_req_ids or ():
             self._legs.preempted(request_id)
         if self._legs.must_hear_of_steps:
             self._tell_of_step(output)
         self._running = len(output.num_scheduled_tokens)
-        return self._legs.take_orders()
+        return self._legs.take_orders(), self._legs.take_cache_orders()
 
     def _tell_of_step(self, output: SchedulerOutput) -> None:
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
@@ -108,16 +117,20 @@ class SchedulerHalf:
         meta = output.kv_connector_worker_meta
         if meta is not None:
             self._report_by_rank = {**self._report_by_rank, **meta.by_rank}
+        self._legs.cache_reported(meta.cache_news.values() if meta is not None else ())
 
-    def finished(self, request: Request, blocks: int) -> bool:
+    def finished(self, request: Request, block_ids: list[int]) -> bool:
         """The engine is done with the request. True when its blocks are still read for a peer."""
         self._live.discard(request.request_id)
         aborted = request.status not in COMPLETE
+        # An aborted request may count tokens as computed that are still on their way.
+        computed_tokens = 0 if aborted else request.num_computed_tokens
         return self._legs.finished(
             request.request_id,
             aborted=aborted,
-            blocks=blocks,
+            blocks=len(block_ids),
             block_hashes=lambda: request.block_hashes,
+            computed=Computed(computed_tokens, request.all_token_ids, block_ids),
         )
 
     @property

@@ -7,11 +7,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from splitserve.kv_transfer.cache.copy_thread import CacheThread
+from splitserve.kv_transfer.cache.keys import model_digest
+from splitserve.kv_transfer.cache.orders import CacheNews
 from splitserve.kv_transfer.holdings import RankHoldings
 from splitserve.kv_transfer.layout import PageLayout
 from splitserve.kv_transfer.transfer_thread import TransferThread, WhenReady
 from splitserve.kv_transfer.transports.base import Region
 from splitserve.orchestrator.engines.connector_config import connector_config
+from splitserve.orchestrator.engines.joined_receives import JoinedReceives
+from splitserve.orchestrator.engines.vllm.cache_half import chunk_geometry
 from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
 from splitserve.orchestrator.engines.vllm.support import UnsupportedEngineError, extra_config
 
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from splitserve.kv_transfer.cache.orders import CacheOrders
     from splitserve.kv_transfer.orders import StepOrders, TransferResults
 
 logger = logging.getLogger(__name__)
@@ -41,6 +47,9 @@ class WorkerHalf:
         self._layer_names = list(kv_cache_config.kv_cache_groups[0].layer_names)
         self._layer_of = {name: number for number, name in enumerate(self._layer_names)}
         self._thread: TransferThread | None = None
+        self._cache: CacheThread | None = None
+        self._cache_news = CacheNews()
+        self._joined = JoinedReceives()
         self._last_report = RankReport({}, RankHoldings())
         self.rank: int = 0
 
@@ -56,10 +65,10 @@ class WorkerHalf:
         total_heads = self._vllm_config.model_config.get_total_num_kv_heads()
         layout = _describe(views, self._kv_cache_config.num_blocks, self.rank, total_heads)
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
+        config = connector_config(extra_config(self._vllm_config))
+        fingerprint = engine_fingerprint(self._vllm_config, self._kv_cache_config)
         self._thread = TransferThread(
-            connector_config(extra_config(self._vllm_config)).transfer_settings(
-                self.rank, tensor_parallel
-            ),
+            config.transfer_settings(self.rank, tensor_parallel),
             layout=layout,
             regions=[
                 Region(
@@ -67,9 +76,21 @@ class WorkerHalf:
                 )
                 for address, storage in storages.items()
             ],
-            fingerprint=engine_fingerprint(self._vllm_config, self._kv_cache_config),
+            fingerprint=fingerprint,
         )
         self._thread.start()
+        if config.cache is not None:
+            chunk_tokens = config.cache.chunk_tokens
+            self._cache = CacheThread(
+                config.cache,
+                engine=config.incarnation,
+                rank=self.rank,
+                ranks=tensor_parallel,
+                model=model_digest(fingerprint, chunk_tokens),
+                layout=layout,
+                geometry=chunk_geometry(chunk_tokens, self._vllm_config, self._kv_cache_config),
+            )
+            self._cache.start()
         logger.info(
             "KV of rank %d: %d layers, %d blocks of %d tokens, pages of %d bytes",
             self.rank, layout.layers, layout.num_blocks, layout.block_tokens, layout.page_bytes,
@@ -80,8 +101,11 @@ class WorkerHalf:
         assert self._thread is not None, "the KV memory was not registered"
         return self._thread
 
-    def begin_step(self, orders: StepOrders) -> None:
+    def begin_step(self, orders: StepOrders, cache_orders: CacheOrders) -> None:
         """Before the forward pass."""
+        self._joined.begin_step(orders, cache_orders)
+        if self._cache is not None:
+            self._cache.begin_step(cache_orders)
         self._transfers.begin_step(orders, self._computed_so_far() if orders.progress else None)
 
     def layer_done(self, layer_name: str, kv_layer: torch.Tensor) -> None:
@@ -89,10 +113,14 @@ class WorkerHalf:
         layer = self._layer_of.get(layer_name)
         if layer is not None:
             self._transfers.layer_done(layer, _recorded(kv_layer) if kv_layer.is_cuda else None)
+            if self._cache is not None:
+                self._cache.layer_done(layer)
 
     def end_step(self) -> None:
         """After the forward pass."""
         self._transfers.end_step(self._computed_so_far())
+        if self._cache is not None:
+            self._cache.end_step()
 
     def _computed_so_far(self) -> WhenReady | None:
         """A wait for what the device was given so far; None on CPU, where it is done."""
@@ -104,18 +132,30 @@ class WorkerHalf:
 
     def take_results(self) -> TransferResults:
         """What has finished since the last step."""
-        return self._transfers.take_results()
+        if self._cache is not None:
+            self._cache_news = self._cache.take_news()
+        return self._joined.results(self._transfers.take_results(), self._cache_news)
+
+    def take_cache_news(self) -> CacheNews:
+        """What the latest ``take_results`` has heard of the cache, once."""
+        news, self._cache_news = self._cache_news, CacheNews()
+        return news
 
     def changed_report(self) -> RankReport | None:
         """What the thread counts and holds, None when that is as at the last call."""
-        report = RankReport(self._transfers.counters(), self._transfers.holdings())
+        counters = self._transfers.counters()
+        if self._cache is not None:
+            counters.update(self._cache.counters())
+        report = RankReport(counters, self._transfers.holdings())
         if report == self._last_report:
             return None
         self._last_report = report
         return report
 
     def stop(self) -> None:
-        """End the transfer thread."""
+        """End the threads that touch the KV memory."""
+        if self._cache is not None:
+            self._cache.stop()
         if self._thread is not None:
             self._thread.stop()
 
