@@ -186,7 +186,7 @@ class CacheServer:
                 if not client.is_rejected:
                     self._carry_out(self._handle(client, message, monotonic()))
         except packets.PeerGoneError as error:
-            logger.info("client %d: %s", client.number, error)
+            logger.debug("client %d: %s", client.number, error)
             self._drop(client)
         except (ValueError, msgspec.DecodeError) as error:
             self._reject(client, str(error))
