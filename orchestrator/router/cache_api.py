@@ -174,7 +174,7 @@ class CacheApi:
             raise ApiError(400, f"{message} one chunk: nothing of it is ever cached")
         model = model_digest(node.fingerprint, self._chunk_tokens)
         root = root_key(model, salt, body.adapter)
-        # A million tokens take some 30 ms, which streams need not wait for
+        # A million tokens take some 50 ms, which streams need not wait for
         keys = await asyncio.to_thread(chunk_keys, root, tokens, self._chunk_tokens)
         return len(tokens), b"".join(keys)
 
