@@ -55,6 +55,15 @@ def root_key(model: bytes, tenant: bytes, salt: str, adapter: str) -> bytes:
     return tenant + blake3(_encode((salt, adapter)), key=model).digest(HASH_BYTES)
 
 
+def tag_of(text: str) -> bytes:
+    """A tenant's tag from its hex text; that of nobody for a text that is none."""
+    try:
+        tag = bytes.fromhex(text)
+    except ValueError:
+        return NO_TENANT
+    return tag if len(tag) == TAG_BYTES else NO_TENANT
+
+
 def tenant_of(key: bytes) -> bytes:
     """The tag of the tenant that a chunk belongs to."""
     return key[:TAG_BYTES]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from splitserve.decode_node.reservations import Reservations
-from splitserve.kv_transfer.cache.keys import NO_TENANT, TAG_BYTES
+from splitserve.kv_transfer.cache.keys import tag_of
 from splitserve.kv_transfer.cache.messages import Mark
 from splitserve.kv_transfer.cache.orders import CacheOrders
 from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
@@ -136,7 +136,9 @@ class Legs:
             self._note_marks(request_id, params, len(prompt))
         if self._cache is not None and identity.is_known:
             marks = (Mark(digest, tokens) for digest, tokens in self.marks_of(request_id))
-            self._cache.arrived(request_id, prompt, identity, _tenant(params), marks)
+            self._cache.arrived(
+                request_id, prompt, identity, tag_of(params.tenant if params else ""), marks
+            )
         if params is None or params.role == "alone":
             return
         extras = prompt_extras(identity)
@@ -314,12 +316,3 @@ def prompt_extras(identity: PromptIdentity) -> str:
     """What a prompt's KV depends on besides its tokens, as canonical text."""
     media = ",".join(item.identifier for item in identity.media)
     return f"adapter={identity.adapter};salt={identity.salt};media={media}"
-
-
-def _tenant(params: TransferParams | None) -> bytes:
-    """The tag that the keys of a request's chunks begin with."""
-    try:
-        tag = bytes.fromhex(params.tenant) if params is not None else b""
-    except ValueError:
-        tag = b""
-    return tag if len(tag) == TAG_BYTES else NO_TENANT

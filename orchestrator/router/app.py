@@ -21,6 +21,7 @@ from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
+from splitserve.orchestrator.router.cache_api import CacheApi
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
@@ -65,6 +66,7 @@ class Router:
     port: int
     _server: HttpServer
     _websockets: web.Server
+    _cache: CacheApi | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -74,6 +76,8 @@ class Router:
     async def stop(self) -> None:
         """End every request with an error, close every connection; takes a few seconds at most."""
         self.driver.tell(RouterStopping())
+        if self._cache is not None:
+            self._cache.close()
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
         await self._websockets.shutdown(FLUSH_TIMEOUT_S)
@@ -103,7 +107,8 @@ async def start(
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
-    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable)
+    cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
+    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable, cache)
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
@@ -114,7 +119,7 @@ async def start(
         address = f"{config.router.host}:{config.router.port}"
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
-    return Router(core, driver, agents, client, log, port, server, websockets)
+    return Router(core, driver, agents, client, log, port, server, websockets, cache)
 
 
 def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
