@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Callable[[str], Any]:
             env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=110,
         )
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Callable[[str], Any]:
 def test_gathered_and_scattered_pages_equal_the_reference(run: Callable[[str], Any]) -> None:
     """Odd shapes, all orders, memory with tokens outside heads: to the bit, and no byte more."""
     answer = run("interpret")
-    assert answer["cases"] == 36
+    assert answer["cases"] == 27
     assert answer["wrong"] == []
 
 
@@ -58,7 +58,7 @@ def test_a_gpu_gives_the_same_bytes_at_the_speed_of_its_memory(run: Callable[[st
     copy; at a quarter where keys are transposed.
     """
     answer = run("cuda")
-    assert answer["cases"] == 360
+    assert answer["cases"] == 270
     assert answer["wrong"] == []
     for kind, least in (("equal", 0.5), ("transposed", 0.25)):
         took = answer["seconds"][kind]

@@ -11,19 +11,23 @@ from splitserve.kernels import reference
 from splitserve.kernels.page_formats import PageFormat
 
 ORDER_OF_ISA = {"vec": "vec", "vec16": "vec", "amx": "amx"}
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SHAPES = [(32, 64), (128, 64), (64, 128), (32, 96), (16, 64), (32, 80), (48, 112)]
 HEADS, BLOCKS = 3, 2
 
 
 def written_by_vllm(
-    keys: torch.Tensor, values: torch.Tensor, block_tokens: int, isa: str
+    keys: torch.Tensor, values: torch.Tensor, block_tokens: int, isa: str, stored: str = "auto"
 ) -> torch.Tensor:
     """Bytes ``[blocks, heads, slice_bytes]`` of pages that hold ``[tokens, heads, items]``."""
     tokens, heads, items = keys.shape
-    cache = torch.zeros(tokens // block_tokens, heads, block_tokens * 2, items, dtype=keys.dtype)
+    dtype = keys.dtype if stored == "auto" else torch.uint8
+    cache = torch.zeros(tokens // block_tokens, heads, block_tokens * 2, items, dtype=dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     slots = torch.arange(tokens)
-    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, key_cache, value_cache, slots, isa, kv_cache_dtype=stored
+    )
     return cache.view(torch.uint8).reshape(tokens // block_tokens, heads, -1)
 
 
@@ -45,8 +49,30 @@ def test_formats_are_vllms(block_tokens: int, head_size: int, dtype: torch.dtype
         assert torch.equal(read_values.view(dtype), values), isa
 
 
-def test_the_last_tokens_place_does_not_depend_on_those_before() -> None:
-    """A block that is half full is converted whole: the tokens that are there are right."""
+def fp8_types() -> list[str]:
+    """Those that vLLM stores on this machine."""
+    try:
+        _get_attn_isa(torch.bfloat16, 32, 64, "fp8_e4m3")
+    except NotImplementedError:
+        return []
+    return list(FP8)
+
+
+def test_fp8_pages_are_in_the_same_orders() -> None:
+    """One byte takes each number's place, where vLLM stores FP8 at all."""
+    for stored in fp8_types():
+        numbers = torch.randint(0x20, 0x50, (2, BLOCKS * 64, HEADS, 64), dtype=torch.uint8)
+        keys, values = numbers.view(FP8[stored]).to(torch.bfloat16)
+        for isa in {"vec", _get_attn_isa(torch.bfloat16, 64, 64, stored)}:
+            pages = written_by_vllm(keys, values, 64, isa, stored)
+            page_format = PageFormat(64, 64, 64, 1, ORDER_OF_ISA[isa])
+            read_keys, read_values = reference.read_tokens(pages, page_format)
+            assert torch.equal(read_keys, numbers[0]), (stored, isa)
+            assert torch.equal(read_values, numbers[1]), (stored, isa)
+
+
+def test_a_block_that_is_not_full_holds_its_tokens_in_place() -> None:
+    """Converted whole, its tokens are right, whatever lies in the places of the others."""
     keys, values = torch.randn(2, 37, HEADS, 64)
     cache = torch.zeros(1, HEADS, 128, 64)
     key_cache, value_cache = cache.chunk(2, dim=2)
