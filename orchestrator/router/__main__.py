@@ -33,6 +33,7 @@ def main() -> int:
     """The process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m splitserve.orchestrator.router")
     parser.add_argument("--config", required=True, type=Path, help="resolved configuration (JSON)")
+    parser.add_argument("--cache-socket", type=Path, help="where this host's cache server listens")
     arguments = parser.parse_args()
     try:
         config = load_resolved(arguments.config)
@@ -51,7 +52,7 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 50)
     try:
-        uvloop.run(run(config, secret, keys))
+        uvloop.run(run(config, secret, keys, arguments.cache_socket))
     except CannotListenError as error:
         print(error, file=sys.stderr)
         return 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
@@ -21,6 +22,7 @@ from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
+from splitserve.orchestrator.router.cache_watch import CacheWatch
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
@@ -31,6 +33,7 @@ from splitserve.orchestrator.router.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.core.effects import Timeline
@@ -65,6 +68,7 @@ class Router:
     port: int
     _server: HttpServer
     _websockets: web.Server
+    _watch: CacheWatch | None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -73,6 +77,8 @@ class Router:
 
     async def stop(self) -> None:
         """End every request with an error, close every connection; takes a few seconds at most."""
+        if self._watch is not None:
+            self._watch.stop()
         self.driver.tell(RouterStopping())
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
@@ -87,8 +93,11 @@ async def start(
     secret: bytes,
     tenant_by_key: Mapping[str, str],
     log_stream: IO[bytes] | None = None,
+    cache_socket: Path | None = None,
 ) -> Router:
-    """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
+    """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken.
+    ``cache_socket`` is where the cache server of this host listens, if there is one.
+    """
     core = RouterCore(limits_of(config))
     metrics = RouterMetrics(core)
     log = RequestLog(log_stream, config.observability.timeline_requests)
@@ -114,7 +123,11 @@ async def start(
         address = f"{config.router.host}:{config.router.port}"
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
-    return Router(core, driver, agents, client, log, port, server, websockets)
+    watch = None
+    if cache_socket is not None:
+        watch = CacheWatch(cache_socket, socket.gethostname(), driver.tell)
+        watch.start()
+    return Router(core, driver, agents, client, log, port, server, websockets, watch)
 
 
 def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
@@ -156,10 +169,16 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
     )
 
 
-async def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) -> None:
+async def run(
+    config: ClusterConfig,
+    secret: bytes,
+    tenant_by_key: Mapping[str, str],
+    cache_socket: Path | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
     wants_log = config.observability.log_level in ("debug", "info")
-    router = await start(config, secret, tenant_by_key, sys.stdout.buffer if wants_log else None)
+    log_stream = sys.stdout.buffer if wants_log else None
+    router = await start(config, secret, tenant_by_key, log_stream, cache_socket)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
