@@ -141,7 +141,7 @@ class Exchange:
             peer_incarnation=order.prefill.incarnation,
             peer_addresses=order.prefill.control_addresses,
             resumed_tokens=self._resumed_tokens,
-            marks=self._marks.digests,
+            marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
         )
         self._send_decode(order, self._params(for_decode))
@@ -155,7 +155,7 @@ class Exchange:
             role="prefill",
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
-            marks=marks.digests,
+            marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
@@ -174,7 +174,7 @@ class Exchange:
                 attempt=order.attempt,
                 peer_incarnation="",
                 resumed_tokens=self._resumed_tokens,
-                marks=self._marks.digests,
+                marks=self._marks.joined,
                 prompt_bytes=self._marks.prompt_bytes,
             )
             params = self._params(alone)

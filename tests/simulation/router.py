@@ -12,6 +12,7 @@ from simulation.plan import HEAVY, ROUTER
 from simulation.transfers import LEASE_S
 from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, PeerIsDead
 from splitserve.kv_transfer.orders import Retarget
+from splitserve.kv_transfer.prefix_marks import split_digests
 from splitserve.orchestrator.core import effects as ef
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.audit import find
@@ -438,7 +439,7 @@ class Router:
                 alone_because="",
                 tenant=client.tenant,
                 can_continue=client.can_continue,
-                marks=client.marks[0],
+                marks=tuple(split_digests(client.marks[0])),
                 prompt_bytes=client.marks[1],
             )
         )
