@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
-from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
+from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
     from splitserve.kv_transfer.cache.chunk import Chunk
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READY_CHUNK_BYTES = 320
+"""At most, of a chunk in a message, besides its checksums."""
 
 
 @dataclass(eq=False)
@@ -197,8 +199,8 @@ class LoadBook:
                 reading = self._reading[key]
             reading.waiters.append((load, index))
             load.wanted += 1
-        if ready:
-            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
+        for part in _parts(ready):
+            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
         if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
             self._forget(load)
         return effects
@@ -267,6 +269,14 @@ class LoadBook:
     def _forget(self, load: Load) -> None:
         self._loads.pop((load.client, load.load_id), None)
         self._starved.pop((load.client, load.load_id), None)
+
+
+def _parts(ready: list[ReadyChunk]) -> Iterator[list[ReadyChunk]]:
+    """As many chunks at a time as one message takes."""
+    if ready:
+        each = READY_CHUNK_BYTES + max(len(chunk.checksums) for chunk in ready)
+        count = max(1, CHUNKS_LIMIT_BYTES // each)
+        yield from (ready[start : start + count] for start in range(0, len(ready), count))
 
 
 def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:

@@ -11,8 +11,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from splitserve.kv_transfer.cache.chunk_format import CHECKSUM_BYTES
 from splitserve.kv_transfer.cache.keys import KEY_BYTES
-from splitserve.kv_transfer.cache.messages import Commit, Reserve, Reserved
+from splitserve.kv_transfer.cache.messages import (
+    CHUNKS_LIMIT_BYTES,
+    Commit,
+    Reserve,
+    Reserved,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.orders import SaveOrder
     from splitserve.kv_transfer.cache.page_copier import PageCopier
 
+INDEX_BYTES = 8
+"""At most, of a chunk in a commit, besides its checksums."""
 ANSWER_LIMIT_S = 1.0
 """How long blocks are held for a server that does not answer."""
 
@@ -46,6 +54,8 @@ class WorkerSaves:
     def __init__(self, copier: PageCopier) -> None:
         self._copier = copier
         self._layers = copier.geometry.layers
+        of_chunk = self._layers * CHECKSUM_BYTES + INDEX_BYTES
+        self._commit_chunks = max(1, CHUNKS_LIMIT_BYTES // of_chunk)
         self._open: dict[int, Save] = {}
         self._step: list[Save] = []
         """Saves whose blocks the running step computes."""
@@ -108,8 +118,10 @@ class WorkerSaves:
                 self._end(save)
                 self.counters["saved_chunks"] += len(save.offsets)
                 self.counters["saved_bytes"] += len(save.offsets) * self._copier.rank_bytes
-                written = tuple((i, b"".join(sums)) for i, sums in save.sums.items())
-                yield Commit(save_id=save.order.save_id, written=written)
+                written = [(i, b"".join(sums)) for i, sums in save.sums.items()]
+                for start in range(0, len(written), self._commit_chunks):
+                    part = tuple(written[start : start + self._commit_chunks])
+                    yield Commit(save_id=save.order.save_id, written=part)
 
     def expire(self, now: float) -> None:
         """Blocks are not held any longer for a server that does not answer."""
