@@ -182,7 +182,7 @@ class CacheThread:
             self._carry_out(now)
             self._receive()
             self._advance(monotonic())
-        except packets.PeerGoneError as error:
+        except (packets.PeerGoneError, packets.BadPacketError) as error:
             self._disconnect(str(error))
         self._publish()
 

@@ -230,7 +230,7 @@ class LoadBook:
             if load.is_over() and not self._is_awaited(load):
                 self._forget(load)
             return []
-        if (load.client, load.load_id) not in self._loads:
+        if not self._is_open(load):
             return []
         self._arena.index.lease(entry)
         load.held[index] = entry
@@ -238,7 +238,7 @@ class LoadBook:
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
-        if index >= load.end:
+        if index >= load.end or not self._is_open(load):
             return []
         missing = tuple(i for i in range(index, load.end) if i not in load.held)
         load.end = index
@@ -256,6 +256,9 @@ class LoadBook:
             if (load.client, load.load_id) in self._loads:
                 effects += self._go_on(load, now)
         return effects
+
+    def _is_open(self, load: Load) -> bool:
+        return self._loads.get((load.client, load.load_id)) is load
 
     def _is_waiting(self, load: Load, index: int) -> bool:
         if index >= load.wanted:
