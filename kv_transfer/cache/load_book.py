@@ -159,7 +159,10 @@ class LoadBook:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
         effects: list[Effect] = []
         for load in list(self._loads.values()):
-            if now >= load.until and (not load.is_over() or self._is_awaited(load)):
+            if now < load.until:
+                continue
+            load.until = float("inf")
+            if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
                 effects += self._give_up(load, first)
