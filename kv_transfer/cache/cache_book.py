@@ -141,7 +141,8 @@ class CacheBook:
         for ask_id in [a for a, pending in self._pending.items() if pending.client == client]:
             del self._pending[ask_id]
         self.saves.client_gone(client, now)
-        return self.loads.client_gone(client, now) + self._take_late()
+        effects = self.loads.client_gone(client, now)
+        return effects + self.loads.feed(now) + self._take_late()
 
     def lookup(self, client: int, message: Lookup, now: float) -> list[Effect]:
         """How many leading chunks are there, and where."""
@@ -236,7 +237,7 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
-        return effects + self._take_late()
+        return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
         """A call to a tier has failed. True when the tier is left alone from now on."""
@@ -328,6 +329,7 @@ class CacheBook:
             self.unmark([entry.key for entry in expired])
             for tier in self.tiers:
                 effects += tier.expire(now)
+            effects += self.loads.feed(now)
         effects += [ProbeTier(t.number) for t in self.tiers if t.health.must_probe(now)]
         return effects + self._take_late()
 
