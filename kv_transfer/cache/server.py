@@ -230,7 +230,10 @@ class CacheServer:
             case jobs.WasRead():
                 if result.was_broken:
                     book.counters["broken_chunks"] += 1
-                return book.was_read(tier, result.key, result.chunk, result.elapsed_s, now)
+                return book.was_read(
+                    tier, result.key, result.chunk, result.elapsed_s, now,
+                    has_failed=result.has_failed,
+                )  # fmt: skip
             case jobs.WasWritten():
                 return book.was_written(tier, result.key, result.outcome, now)
             case jobs.Failed():
