@@ -190,12 +190,14 @@ class CacheThread:
         while self._commands:
             name, argument = self._commands.popleft()
             if name == "orders":
-                is_there = self._server != ""
-                for load in argument.loads:
-                    message = self._loads.begin(load, now, is_there=is_there)
-                    self._send(message)
-                for save in argument.saves:
-                    self._send(self._saves.begin(save, now, is_there=is_there))
+                is_there = self._connection is not None
+                # All begin before anything is sent: a server that is gone must end each of them.
+                questions: list[object | None] = [
+                    *(self._loads.begin(load, now, is_there=is_there) for load in argument.loads),
+                    *(self._saves.begin(save, now, is_there=is_there) for save in argument.saves),
+                ]
+                for question in questions:
+                    self._send(question)
             elif name == "layer":
                 self._saves.layer_final(argument)
             else:
