@@ -45,7 +45,8 @@ class Save:
     """Chunk to its slot; None before the server has answered."""
     sums: dict[int, list[bytes]] = field(default_factory=dict)
     """Per chunk, by layer."""
-    copied_layers: int = 0
+    copied: set[int] = field(default_factory=set)
+    """Layers that are in the slots."""
 
 
 class WorkerSaves:
@@ -81,13 +82,13 @@ class WorkerSaves:
     def layer_final(self, layer: int) -> None:
         """The running step has left ``layer``."""
         for save in self._step:
-            save.final.add(layer)
+            if layer not in save.copied:
+                save.final.add(layer)
 
     def all_final(self) -> None:
         """The step is over: layers whose hook did not fire are final too."""
         for save in self._step:
-            done = set(range(save.copied_layers))
-            save.final.update(set(range(self._layers)) - done)
+            save.final.update(set(range(self._layers)) - save.copied)
         self._step.clear()
 
     def reserved(self, message: Reserved) -> Commit | None:
@@ -114,7 +115,7 @@ class WorkerSaves:
             for layer in sorted(save.final):
                 self._copy_layer(save, layer, arena)
             save.final.clear()
-            if save.copied_layers == self._layers:
+            if len(save.copied) == self._layers:
                 self._end(save)
                 self.counters["saved_chunks"] += len(save.offsets)
                 self.counters["saved_bytes"] += len(save.offsets) * self._copier.rank_bytes
@@ -152,7 +153,7 @@ class WorkerSaves:
         for index, offset in save.offsets.items():
             ids = save.order.block_ids[index * blocks : (index + 1) * blocks]
             save.sums[index][layer] = self._copier.save_layer(arena, offset, layer, ids)
-        save.copied_layers += 1
+        save.copied.add(layer)
 
     def _end(self, save: Save) -> None:
         self._open.pop(save.order.save_id, None)
