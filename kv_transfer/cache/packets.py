@@ -122,12 +122,14 @@ class Receiver(Generic[Message]):
                 raise BadPacketError(f"a packet cannot be read: {error}") from error
 
 
-def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None]:
-    """One packet and the descriptor that came with it. Raises ``PeerGoneError``; blocks as the
-    socket does.
+def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None] | None:
+    """One packet and the descriptor that came with it; None: there is none yet. Raises
+    ``PeerGoneError``.
     """
     try:
         packet, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT_BYTES, 1)
+    except BlockingIOError:
+        return None
     except OSError as error:
         raise PeerGoneError(f"the cache's socket has closed: {error}") from error
     if not packet:
