@@ -299,7 +299,7 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.index.lease(entry)
+        self.arena.lease(entry)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True
