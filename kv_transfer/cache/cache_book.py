@@ -174,7 +174,9 @@ class CacheBook:
         return self._ask_next(pending, now)
 
     def open(self, client: int, message: OpenChunks, now: float) -> list[Effect]:
-        """A worker wants to read chunks."""
+        """A worker wants to read chunks. Raises ``ValueError`` before any engine has come."""
+        if self.geometry is None:
+            raise ValueError("chunks are opened before a hello")
         keys = split_keys(message.keys)
         until = now + message.limit_s
         return self.loads.open(client, message.load_id, keys, until, now) + self._take_late()
@@ -359,6 +361,11 @@ class CacheBook:
             return (
                 f"the cache server speaks version {PROTOCOL_VERSION}, this engine "
                 f"{message.version}: restart what is older"
+            )
+        if not -1 <= message.rank < message.ranks or message.geometry.heads % message.ranks:
+            return (
+                f"rank {message.rank} of {message.ranks} cannot hold an equal part of the "
+                f"{message.geometry.heads} heads of a chunk"
             )
         if message.geometry.chunk_tokens != self.settings.chunk_tokens:
             return (
