@@ -13,7 +13,6 @@ from splitserve.kv_transfer.cache.book_effects import (
     AskTier,
     Effect,
     ProbeTier,
-    RemoveChunks,
     Send,
 )
 from splitserve.kv_transfer.cache.chunk import Chunk
@@ -253,6 +252,8 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
+        if outcome != "written":
+            self.unmark([key])
         return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
@@ -284,8 +285,7 @@ class CacheBook:
         self.arena.drop(key)
         effects: list[Effect] = []
         for tier in self.tiers:
-            tier.forget([key])
-            effects.append(RemoveChunks(tier.number, [key]))
+            effects.append(tier.remove([key]))
         self.unmark([key])
         return effects
 
