@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READING_SLOTS_SHARE = 2
+"""One in so many slots may be read into: a tier that hangs does not get all of them."""
 READY_CHUNK_BYTES = 320
 """At most, of a chunk in a message, besides its checksums."""
 
@@ -56,6 +58,8 @@ class Reading:
     """A chunk on its way from a tier into a slot."""
 
     entry: ArenaEntry
+    tier: TierBook
+    """Which is reading."""
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
@@ -141,6 +145,7 @@ class LoadBook:
             while reading.tiers:
                 tier = reading.tiers.popleft()
                 if tier.is_usable:
+                    reading.tier = tier
                     return [ReadChunk(tier.number, key, reading.entry.value.offset)]
         del self._reading[key]
         if chunk is None:
@@ -169,6 +174,7 @@ class LoadBook:
             if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
+                self._blame_tier(load, first, now)
                 effects += self._give_up(load, first)
         return effects
 
@@ -228,6 +234,8 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
+        if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
+            return None
         parent = load.keys[index - 1] if index else b""
         entry = self._arena.reserve(key, parent, self._blank())
         if entry is None and self._recycle(load, index):
@@ -235,8 +243,14 @@ class LoadBook:
         if entry is None:
             return None
         first = tiers.popleft()
-        self._reading[key] = Reading(entry, tiers)
+        self._reading[key] = Reading(entry, first, tiers)
         return [ReadChunk(first.number, key, entry.value.offset)]
+
+    def _blame_tier(self, load: Load, index: int, now: float) -> None:
+        """A tier that hangs reports no failure, and its slots are not free before it answers."""
+        reading = self._reading.get(load.keys[index]) if index < len(load.keys) else None
+        if reading is not None:
+            reading.tier.health.failed("no answer to a read within the time of its load", now)
 
     def _recycle(self, load: Load, index: int) -> bool:
         """Drop one chunk before ``index`` that a tier has brought for this load and that no load
