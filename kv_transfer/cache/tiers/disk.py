@@ -157,6 +157,17 @@ class DiskTier:
             with contextlib.suppress(FileNotFoundError), open(self._file(key), "rb", 0) as file:
                 yield StoredChunk(key, size, file.read(HEADER_BYTES))
 
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        """By the names of files."""
+        begin = prefix.hex()
+        try:
+            names = [entry.name for entry in self._entries()]
+        except OSError as error:
+            raise self._unavailable("look at", error) from error
+        for name in names:
+            if name.startswith(begin):
+                yield bytes.fromhex(name)
+
     def free_bytes(self) -> int:
         """What the file system gives to users like this one."""
         try:
