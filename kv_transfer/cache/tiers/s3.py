@@ -84,7 +84,7 @@ class ObjectOptions(msgspec.Struct, frozen=True):
     secret_key: str = ""
     session_token: str = ""
     concurrency: Count = 8
-    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 8 << 20
+    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 16 << 20
     connect_timeout_s: Seconds = CONNECT_TIMEOUT_S
     timeout_s: Seconds = OPERATION_TIMEOUT_S
 
