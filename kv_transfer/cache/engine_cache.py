@@ -87,6 +87,8 @@ class CachedPrompt:
     limit_chunks: int = 1 << 30
     """Chunks behind this one have failed to come."""
     loads: int = 0
+    was_parked: bool = False
+    """It has waited for tokens from outside; asked again, they did not come."""
     offered: tuple[int, int] = (0, 0)
     """Tokens: from where to where the last answer to the scheduler reaches."""
     first_chunk: int = 0
@@ -174,6 +176,8 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loads >= LOADS_PER_REQUEST_LIMIT:
             return 0
+        if prompt.was_parked:
+            self._ask_again(prompt)
         hits = self._hits(prompt)
         if hits is None:
             return None
@@ -198,6 +202,7 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or not external_tokens:
             return 0
+        prompt.was_parked = True
         start, end = prompt.offered
         if end <= start:
             return 0
@@ -312,6 +317,15 @@ class EngineCache:
                 self.counters["asked_chunks"] += len(prompt.chain.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
+
+    def _ask_again(self, prompt: CachedPrompt) -> None:
+        """What was to come from outside has failed: the prefill node, or another engine, may have
+        saved more of the prompt meanwhile.
+        """
+        prompt.was_parked = prompt.has_waited = False
+        if prompt.lookup_id is None and prompt.chain.keys:
+            prompt.lookup_id = self._lookups.ask(prompt.chain.keys)
+            prompt.hits = None if prompt.lookup_id is not None else NOTHING
 
     def _note_known(self, prompt: CachedPrompt) -> None:
         """Chunks that the look-up found need not be saved."""
