@@ -174,14 +174,16 @@ class EngineCache:
         in a moment. Asking has no effect; it may be repeated.
         """
         prompt = self._prompts.get(request_id)
-        if prompt is None or prompt.loads >= LOADS_PER_REQUEST_LIMIT:
+        if prompt is None:
+            return 0
+        prompt.offered = (computed_tokens, computed_tokens)
+        if prompt.loads >= LOADS_PER_REQUEST_LIMIT:
             return 0
         hits = self._hits(prompt)
         if hits is None:
             return None
         first = computed_tokens // self._chunk_tokens
         tiers = hits.tiers[first : prompt.limit_chunks]
-        prompt.offered = (computed_tokens, computed_tokens)
         if not tiers or (first + len(tiers)) * self._chunk_tokens <= computed_tokens:
             return 0
         skipped = computed_tokens - first * self._chunk_tokens
@@ -243,13 +245,15 @@ class EngineCache:
         self, request_id: str, computed_tokens: int, tokens: Sequence[int], block_ids: Sequence[int]
     ) -> None:
         """The engine is done with the request. Its first ``computed_tokens`` tokens have their KV
-        in ``block_ids``; ``tokens`` are those of prompt and answer.
+        in ``block_ids``, but for the last one of ``tokens`` (prompt and answer): an engine that
+        plans ahead counts that one before it is computed.
         """
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
         if prompt.lookup_id is not None:
             self._lookups.forget(prompt.lookup_id)
+        computed_tokens = min(computed_tokens, len(tokens) - 1)
         if not self._config.save_generated:
             computed_tokens = min(computed_tokens, prompt.prompt_tokens)
         whole = computed_tokens // self._chunk_tokens
@@ -383,6 +387,7 @@ class EngineCache:
         if good < loaded.wanted:
             self.counters["loads_failed"] += 1
             prompt.limit_chunks = prompt.first_chunk + good
+            prompt.saved = min(prompt.saved, prompt.limit_chunks)
         elif prompt.hits is not None:
             first = prompt.first_chunk
             if not any(prompt.hits.tiers[first : first + good]):
