@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
+from splitserve.kv_transfer.cache.keys import tenant_of
 from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Load:
     """Chunks before this index are asked for or answered."""
     end: int = 0
     """Chunks from this index on will not come."""
-    pins: bool = False
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -54,6 +56,8 @@ class Reading:
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
+    is_void: bool = False
+    """What comes is not wanted any more."""
 
 
 class LoadBook:
@@ -94,12 +98,27 @@ class LoadBook:
         self._loads[client, load_id] = load
         return self._go_on(load, now)
 
-    def prefetch(self, keys: list[bytes], until: float, now: float) -> list[Effect]:
+    @property
+    def latest_prefetch(self) -> int:
+        """The number of the prefetch that was begun last."""
+        return self._prefetches
+
+    def is_fetching(self, prefetch: int) -> bool:
+        """Whether more may come of a prefetch."""
+        return (NOBODY, prefetch) in self._loads
+
+    def prefetch(
+        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+    ) -> list[Effect]:
         """These are brought into the arena for nobody in particular."""
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys))
+        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
+
+    def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
+        """No more chunks are asked for; those that are on their way arrive."""
+        return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
         """The client does not read these any more (none named: nothing of the load)."""
@@ -132,6 +151,9 @@ class LoadBook:
     def was_read(self, key: bytes, chunk: Chunk | None, now: float) -> list[Effect]:
         """A tier has brought a chunk into its slot, or (None) has not."""
         reading = self._reading[key]
+        if reading.is_void:
+            chunk = None
+            reading.tiers.clear()
         if chunk is None:
             while reading.tiers:
                 tier = reading.tiers.popleft()
@@ -152,6 +174,12 @@ class LoadBook:
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
+
+    def void(self, tenant: str | None) -> None:
+        """What is being read of this tenant's chunks (None: of everybody's) does not arrive."""
+        for key, reading in self._reading.items():
+            if tenant is None or tenant_of(key).hex() == tenant:
+                reading.is_void = True
 
     def expire(self, now: float) -> list[Effect]:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
@@ -181,8 +209,7 @@ class LoadBook:
                 load.wanted += 1
                 effects += self._on_used(entry)
                 if load.client != NOBODY:
-                    self._arena.index.lease(entry)
-                    load.held[index] = entry
+                    self._lend(load, index, entry)
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -215,7 +242,7 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
-        parent = load.keys[index - 1] if index else b""
+        parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
@@ -230,9 +257,13 @@ class LoadBook:
             return []
         if (load.client, load.load_id) not in self._loads:
             return []
+        self._lend(load, index, entry)
+        return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+
+    def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
         self._arena.index.lease(entry)
         load.held[index] = entry
-        return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+        self.counters["chunks_lent"] += 1
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -242,7 +273,8 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            self._forget(load)
+            if not self._is_awaited(load):
+                self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
 
