@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
+from splitserve.kv_transfer.cache.keys import tenant_of
 from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Load:
     """Chunks from this index on will not come."""
     brought: set[int] = field(default_factory=set)
     """Chunks that a tier has brought for it, and for which it has not given up the slot."""
-    pins: bool = False
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -63,6 +65,8 @@ class Reading:
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
+    is_void: bool = False
+    """What comes is not wanted any more."""
 
 
 class LoadBook:
@@ -103,12 +107,27 @@ class LoadBook:
         self._loads[client, load_id] = load
         return self._go_on(load, now)
 
-    def prefetch(self, keys: list[bytes], until: float, now: float) -> list[Effect]:
+    @property
+    def latest_prefetch(self) -> int:
+        """The number of the prefetch that was begun last."""
+        return self._prefetches
+
+    def is_fetching(self, prefetch: int) -> bool:
+        """Whether more may come of a prefetch."""
+        return (NOBODY, prefetch) in self._loads
+
+    def prefetch(
+        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+    ) -> list[Effect]:
         """These are brought into the arena for nobody in particular."""
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys))
+        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
+
+    def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
+        """No more chunks are asked for; those that are on their way arrive."""
+        return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
         """The client does not read these any more (none named: nothing of the load)."""
@@ -141,6 +160,9 @@ class LoadBook:
     def was_read(self, key: bytes, chunk: Chunk | None, now: float) -> list[Effect]:
         """A tier has brought a chunk into its slot, or (None) has not."""
         reading = self._reading[key]
+        if reading.is_void:
+            chunk = None
+            reading.tiers.clear()
         if chunk is None:
             while reading.tiers:
                 tier = reading.tiers.popleft()
@@ -163,6 +185,12 @@ class LoadBook:
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
+
+    def void(self, tenant: str | None) -> None:
+        """What is being read of this tenant's chunks (None: of everybody's) does not arrive."""
+        for key, reading in self._reading.items():
+            if tenant is None or tenant_of(key).hex() == tenant:
+                reading.is_void = True
 
     def expire(self, now: float) -> list[Effect]:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
@@ -196,8 +224,7 @@ class LoadBook:
                 load.wanted += 1
                 effects += self._on_used(entry)
                 if load.client != NOBODY:
-                    self._arena.lease(entry)
-                    load.held[index] = entry
+                    self._lend(load, index, entry)
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -236,7 +263,7 @@ class LoadBook:
             return None  # An engine is writing it.
         if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
             return None
-        parent = load.keys[index - 1] if index else b""
+        parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
         if entry is None and self._recycle(load, index):
             entry = self._arena.reserve(key, parent, self._blank())
@@ -277,9 +304,13 @@ class LoadBook:
             return []
         if not self._is_open(load):
             return []
+        self._lend(load, index, entry)
+        return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+
+    def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
         self._arena.lease(entry)
         load.held[index] = entry
-        return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+        self.counters["chunks_lent"] += 1
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -289,7 +320,8 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            self._forget(load)
+            if not self._is_awaited(load):
+                self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
 

@@ -14,7 +14,7 @@ from splitserve.kv_transfer.cache.tier_health import TierHealth
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.settings import TierSettings
@@ -37,9 +37,12 @@ class TierBook:
         is_exclusive: bool,
         write_limit_bytes: int,
         quotas: Callable[[str], int | None],
+        name: str = "",
     ) -> None:
         self.number = number
         self.settings = settings
+        self.name = name or settings.type
+        """As in the configuration (``settings.tier_names``)."""
         self.health = TierHealth(is_remote=not is_exclusive)
         self.counters: Counter[str] = Counter()
         self._capacity_bytes = settings.capacity_bytes or UNBOUNDED_BYTES
@@ -56,13 +59,10 @@ class TierBook:
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
         self._written: dict[bytes, None] = {}
+        self._void: set[bytes] = set()
+        """Those of ``writing`` that are removed as soon as they are written."""
         self.written_bytes_by_tenant: Counter[str] = Counter()
         """Of a shared tier: what this server has put there."""
-
-    @property
-    def name(self) -> str:
-        """As in the configuration."""
-        return self.settings.type
 
     @property
     def is_usable(self) -> bool:
@@ -95,12 +95,27 @@ class TierBook:
         admission = self.settings.admission
         return admission == "always" or (admission == "second_use" and uses > 0)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Chunks that were handed to the tier and are not written yet."""
+        return sum(self.writing.values())
+
+    @property
+    def used_bytes_by_tenant(self) -> Mapping[str, int]:
+        """What tenants have there; in a shared tier what they have by this server."""
+        index = self.index
+        return self.written_bytes_by_tenant if index is None else index.used_bytes_by_tenant
+
+    def can_queue(self, size_bytes: int) -> bool:
+        """Whether so much more may wait to be written."""
+        return self.waiting_bytes + size_bytes <= self._write_limit_bytes
+
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if self.writing and sum(self.writing.values()) + size_bytes > self._write_limit_bytes:
+        if self.writing and not self.can_queue(size_bytes):
             self.counters["writes_shed"] += 1
             return None
         limit = self._quotas(tenant_of(key).hex())
@@ -117,6 +132,8 @@ class TierBook:
         is_unwanted = key in self._unwanted
         self._unwanted.discard(key)
         self.counters[f"writes_{outcome}"] += 1
+        if outcome != "written":
+            self._void.discard(key)
         if outcome == "full" and self.index is not None:
             return self._make_way(now)
         if outcome != "written":
@@ -125,6 +142,9 @@ class TierBook:
         self.health.wrote()
         if is_unwanted:
             return [RemoveChunks(self.number, [key])]
+        if key in self._void:
+            self._void.discard(key)
+            return []
         if self.index is None:
             self.written_bytes_by_tenant[tenant_of(key).hex()] += size
             self._written[key] = None
@@ -149,6 +169,36 @@ class TierBook:
             self._written.pop(key, None)
             if self.index is not None:
                 self.index.remove(key)
+
+    def clear(self, tenant: str | None, *, keep_pinned: bool) -> tuple[list[bytes], int]:
+        """Nothing of this tenant's (None: of anybody's) is known to be there any more, and what is
+        being written is forgotten when it has been. Returns the keys that are to be removed from
+        the store after that, and the bytes of those that were there.
+
+        Of a shared tier these are only the ones that this server remembers.
+        """
+        void = [k for k in self.writing if tenant is None or tenant_of(k).hex() == tenant]
+        self._void.update(void)
+        if self.index is not None:
+            gone = self.index.clear(tenant, keep_pinned=keep_pinned)
+            return [*(e.key for e in gone), *void], sum(e.size_bytes for e in gone)
+        known = [k for k in self._written if tenant is None or tenant_of(k).hex() == tenant]
+        for key in known:
+            del self._written[key]
+        if tenant is None:
+            self.written_bytes_by_tenant.clear()
+        else:
+            self.written_bytes_by_tenant.pop(tenant, None)
+        return [*known, *void], 0
+
+    def shrink(self, tenant: str) -> list[Effect]:
+        """The tenant has no more than its quota, or only what cannot go now. Shared tiers keep what
+        they have.
+        """
+        if self.index is None:
+            return []
+        keys = [entry.key for entry in self.index.shrink(tenant)]
+        return [RemoveChunks(self.number, keys)] if keys else []
 
     def expire(self, now: float) -> list[Effect]:
         """What has outlived the tier's time goes."""
