@@ -54,8 +54,6 @@ class TierBook:
         self._full_until = 0.0
         self.writing: dict[bytes, int] = {}
         """Key to stored size of what was handed to the tier and has not been answered."""
-        self._unwanted: set[bytes] = set()
-        """Those of ``writing`` that were removed meanwhile."""
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
         self._written: dict[bytes, None] = {}
@@ -129,8 +127,6 @@ class TierBook:
     def written(self, key: bytes, parent: bytes, outcome: str, now: float) -> list[Effect]:
         """A write has ended: ``written``, ``full`` or ``failed``."""
         size = self.writing.pop(key)
-        is_unwanted = key in self._unwanted
-        self._unwanted.discard(key)
         self.counters[f"writes_{outcome}"] += 1
         if outcome != "written":
             self._void.discard(key)
@@ -140,8 +136,6 @@ class TierBook:
             return []
         self.counters["written_bytes"] += size
         self.health.wrote()
-        if is_unwanted:
-            return [RemoveChunks(self.number, [key])]
         if key in self._void:
             self._void.discard(key)
             return []
@@ -158,9 +152,9 @@ class TierBook:
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []
 
     def remove(self, keys: Sequence[bytes]) -> RemoveChunks:
-        """The order that removes these; what is being written of them goes when it is written."""
+        """The order that removes these, after what is being written of them has been."""
         self.forget(keys)
-        self._unwanted.update(key for key in keys if key in self.writing)
+        self._void.update(key for key in keys if key in self.writing)
         return RemoveChunks(self.number, list(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:

@@ -66,6 +66,8 @@ _STORE_OPTIONS = {
 """Option to the name that the library has for it."""
 KEYS_PER_REQUEST = 1000
 _NAME = re.compile(r"[0-9a-f]{64}")
+_ROLE_QUESTIONS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")
+"""Where the library asks for the machine's role when nothing else gives credentials."""
 _Part = tuple[ReadOutcome, str | None]
 """What became of one request, and which version of the object it saw."""
 _FAULTS = (BaseError, OSError, ValueError)
@@ -269,6 +271,11 @@ class ObjectTier:
             )
         if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
             return TierConfigError(f"{place}: there is no such bucket; make it or correct the url")
+        if any(question in said for question in _ROLE_QUESTIONS):
+            return TierConfigError(
+                f"{place} has no credentials, and the machine has no role: {said}; set access_key "
+                "and secret_key, or the variables that the store's own tools read"
+            )
         return TierUnavailableError(f"{place} cannot be reached: {said}")
 
 

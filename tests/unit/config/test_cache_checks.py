@@ -189,7 +189,7 @@ def test_a_tenants_tag_tells_nothing() -> None:
 
 
 def test_engines_on_gpus_have_no_cache_yet() -> None:
-    """Copies go to and from host memory: a GPU pool beside `cache` is refused, with both ways out."""
+    """Copies go to and from host memory: a GPU pool beside `cache` is refused."""
     more = "experimental_cuda: true\nprefill: {gpus: [[0]]}\ndecode: {gpus: [[1]]}\n"
     problems = problems_of(f"{{chunk_tokens: 128, tiers: [{CPU}]}}", more)
     assert any("prefill.gpus" in p and "remove `cache`" in p for p in problems), problems
