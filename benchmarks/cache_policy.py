@@ -126,13 +126,7 @@ def index_with(policy: str) -> Callable[[Keys, int], int]:
     def hits(prompts: Keys, capacity: int) -> int:
         index: TierIndex[None] = TierIndex(capacity, policy)
         for keys in prompts:
-            found = index.prefix(keys, 0.0)
-            parent = keys[found - 1] if found else b""
-            for key in keys[found:]:
-                if index.make_room(1, "", parent) is None:
-                    break
-                index.add(key, parent, 1, "", None, 0.0)
-                parent = key
+            advice.store_missing(index, keys, index.prefix(keys, 0.0))
         assert index.used_bytes <= capacity
         return index.hits
 

@@ -73,13 +73,24 @@ def replay(
         chunks += len(keys)
         tokens += prompt.tokens
         saved += min(found * chunk_tokens, prompt.tokens)
-        parent = keys[found - 1] if found else b""
-        for key in keys[found:]:
-            if index.make_room(1, _TENANT, parent) is None:
-                break
-            index.add(key, parent, 1, _TENANT, None, 0.0)
-            parent = key
+        store_missing(index, keys, found)
     return Saving(capacity_chunks, index.hits, chunks, saved, tokens)
+
+
+def store_missing(index: TierIndex[None], keys: Sequence[bytes], found: int) -> None:
+    """What is missing of a prompt, of which ``found`` chunks are there, is in the cache, as far as
+    that has room. Nothing in it may be held.
+    """
+    parent = keys[found - 1] if found else b""
+    missing = keys[found : index.capacity_bytes]  # those before them stay
+    room = index.make_room(len(missing), _TENANT, parent)
+    assert room is not None, "something is held"
+    entries = []
+    for key in missing:
+        entries.append(index.reserve(key, parent, 1, _TENANT, None))
+        parent = key
+    for entry in entries:
+        index.publish(entry, 0.0)
 
 
 def ceiling(prompts: Sequence[Prompt], chunk_tokens: int) -> Saving:
