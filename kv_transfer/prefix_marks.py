@@ -1,11 +1,11 @@
 """Marks: places in the bytes of a prompt by which router, engines and caches speak of a beginning
 without its text.
 
-A mark is a keyed hash over all bytes before a fixed place, the places are the same for every prompt
-(``MARK_OFFSETS``), so two prompts that begin alike have the same first marks. The router makes them
-(``orchestrator/router/prompt_marks.py``), legs carry them, and an engine, which alone knows the
-tokens, says where in its tokens each lies. That is an estimate: it takes tokens to be spread evenly
-over the bytes. Nothing but the choice of a node may depend on it.
+A mark is a hash under a secret seed over all bytes before a fixed place. The places are the same
+for every prompt (``MARK_OFFSETS``), so two prompts that begin alike have the same first marks. The
+router makes them (``orchestrator/router/prompt_marks.py``), legs carry them, and an engine, which
+alone knows the tokens, says where in its tokens each lies. That is an estimate: it takes tokens to
+be spread evenly over the bytes. Nothing but the choice of a node may depend on it.
 """
 
 from __future__ import annotations
