@@ -404,13 +404,12 @@ class EngineCache:
             return
         del self._open_loads[loaded.load_id]
         elapsed_s = max(each.elapsed_s for each in load.ended)
-        self.counters["load_seconds"] += elapsed_s
+        self.counters["load_outcome_seconds"] += elapsed_s
         good = min(each.chunks for each in load.ended)
         prompt = self._prompts.get(load.request_id)
         if prompt is None:
             return
         if good < loaded.wanted:
-            self.counters["loads_failed"] += 1
             prompt.limit_chunks = prompt.first_chunk + good
             prompt.saved = min(prompt.saved, prompt.limit_chunks)
         elif prompt.hits is not None:
