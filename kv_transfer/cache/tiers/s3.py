@@ -15,11 +15,13 @@ import os
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from splitserve.kv_transfer.cache.tiers.address import (
+    Count,
+    Seconds,
     expand,
     read_options,
     split_url,
@@ -79,10 +81,10 @@ class ObjectOptions(msgspec.Struct, frozen=True):
     access_key: str = ""
     secret_key: str = ""
     session_token: str = ""
-    concurrency: int = 8
-    part_bytes: int = 8 << 20
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    timeout_s: float = OPERATION_TIMEOUT_S
+    concurrency: Count = 8
+    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 8 << 20
+    connect_timeout_s: Seconds = CONNECT_TIMEOUT_S
+    timeout_s: Seconds = OPERATION_TIMEOUT_S
 
 
 class ObjectTier:
@@ -93,11 +95,8 @@ class ObjectTier:
     def __init__(self, settings: TierSettings) -> None:
         self._options = options = read_options(settings, ObjectOptions)
         url = split_url(settings, ("s3", "gs", "az"))
-        if not url.netloc or min(options.concurrency, options.part_bytes - HEADER_BYTES) < 1:
-            raise TierConfigError(
-                f"the s3 tier needs a url {url.scheme}://bucket/folder, a concurrency of 1 or "
-                f"more and a part_bytes above {HEADER_BYTES}"
-            )
+        if not url.netloc:
+            raise TierConfigError(f"the s3 tier needs a url {url.scheme}://bucket/folder")
         self._shown = without_userinfo(settings.url)
         self._only_reads = settings.admission == "never"
         self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
