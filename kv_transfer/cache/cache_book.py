@@ -141,7 +141,8 @@ class CacheBook:
         for ask_id in [a for a, pending in self._pending.items() if pending.client == client]:
             del self._pending[ask_id]
         self.saves.client_gone(client, now)
-        return self.loads.client_gone(client, now) + self._take_late()
+        effects = self.loads.client_gone(client, now)
+        return effects + self.loads.feed(now) + self._take_late()
 
     def lookup(self, client: int, message: Lookup, now: float) -> list[Effect]:
         """How many leading chunks are there, and where."""
@@ -159,12 +160,15 @@ class CacheBook:
         )  # fmt: skip
         return [self._ask(pending, now)]
 
-    def asked(self, ask_id: int, present: int, elapsed_s: float, now: float) -> list[Effect]:
-        """A shared tier has this many of the keys it was asked for, from the first one on."""
+    def asked(self, ask_id: int, present: int, elapsed_s: float | None, now: float) -> list[Effect]:
+        """A shared tier has this many of the keys it was asked for, from the first one on.
+        ``elapsed_s`` is None when it could not be asked.
+        """
         pending = self._pending.pop(ask_id, None)
         if pending is None:
             return []
-        pending.asked.health.answered(elapsed_s)
+        if elapsed_s is not None:
+            pending.asked.health.answered(elapsed_s)
         pending.tiers += bytes([pending.asked.number]) * present
         self._walk(pending.keys, pending.tiers, now)
         return self._ask_next(pending, now)
@@ -211,13 +215,24 @@ class CacheBook:
     # -- tiers ---------------------------------------------------------------------------------
 
     def was_read(
-        self, tier: int, key: bytes, chunk: Chunk | None, elapsed_s: float, now: float
+        self,
+        tier: int,
+        key: bytes,
+        chunk: Chunk | None,
+        elapsed_s: float,
+        now: float,
+        *,
+        has_failed: bool = False,
     ) -> list[Effect]:
-        """A tier has brought a chunk, or did not have it (whole)."""
+        """A tier has brought a chunk, or did not have it (whole), or has failed: then it may still
+        have it.
+        """
         book = self._by_number[tier]
         if chunk is None:
             book.counters["misses"] += 1
-            book.forget([key])
+            if not has_failed:
+                book.forget([key])
+                self.unmark([key])
         else:
             book.counters["hits"] += 1
             size = chunk.geometry.chunk_bytes
@@ -236,7 +251,7 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
-        return effects + self._take_late()
+        return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
         """A call to a tier has failed. True when the tier is left alone from now on."""
@@ -328,6 +343,7 @@ class CacheBook:
             self.unmark([entry.key for entry in expired])
             for tier in self.tiers:
                 effects += tier.expire(now)
+            effects += self.loads.feed(now)
         effects += [ProbeTier(t.number) for t in self.tiers if t.health.must_probe(now)]
         return effects + self._take_late()
 

@@ -9,6 +9,7 @@ are *held* in the engine's pool, as if one more request used them, so a save del
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from time import monotonic
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.5e-3
 """How long the scheduler waits for the answer to a look-up before it goes on without."""
 LOADS_PER_REQUEST_LIMIT = 2
+CHUNKS_PER_SAVE_LIMIT = 1_024
+MARKS_PER_SAVE_LIMIT = 1_024
+"""More would not fit into one message to the server; a longer save is several."""
 
 
 class Lookups(Protocol):
@@ -324,6 +328,10 @@ class EngineCache:
         self, prompt: CachedPrompt, whole: int, block_ids: Sequence[int], *, is_final: bool
     ) -> bool:
         """Chunks up to ``whole`` are being saved; False when too much waits already."""
+        while whole - prompt.saved > CHUNKS_PER_SAVE_LIMIT:
+            part = prompt.saved + CHUNKS_PER_SAVE_LIMIT
+            if not self._save(prompt, part, block_ids, is_final=is_final):
+                return False
         first = prompt.saved
         size = (whole - first) * self._chunk_bytes
         if self._held_bytes and self._held_bytes + size > self._config.save_limit_bytes:
@@ -349,7 +357,8 @@ class EngineCache:
     def _marks(self, prompt: CachedPrompt, first: int, whole: int) -> tuple[tuple[int, Mark], ...]:
         """Marks whose tokens end in these chunks, each with its chunk's index."""
         found = ((mark.tokens // self._chunk_tokens - 1, mark) for mark in prompt.marks)
-        return tuple((i - first, mark) for i, mark in found if first <= i < whole)
+        inside = ((i - first, mark) for i, mark in found if first <= i < whole)
+        return tuple(itertools.islice(inside, MARKS_PER_SAVE_LIMIT))
 
     def _saved(self, save_id: int) -> None:
         save = self._open_saves[save_id]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
-from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
+from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
     from splitserve.kv_transfer.cache.chunk import Chunk
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READY_CHUNK_BYTES = 320
+"""At most, of a chunk in a message, besides its checksums."""
 
 
 @dataclass(eq=False)
@@ -157,7 +159,10 @@ class LoadBook:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
         effects: list[Effect] = []
         for load in list(self._loads.values()):
-            if now >= load.until and (not load.is_over() or self._is_awaited(load)):
+            if now < load.until:
+                continue
+            load.until = float("inf")
+            if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
                 effects += self._give_up(load, first)
@@ -197,8 +202,8 @@ class LoadBook:
                 reading = self._reading[key]
             reading.waiters.append((load, index))
             load.wanted += 1
-        if ready:
-            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
+        for part in _parts(ready):
+            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
         if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
             self._forget(load)
         return effects
@@ -228,7 +233,7 @@ class LoadBook:
             if load.is_over() and not self._is_awaited(load):
                 self._forget(load)
             return []
-        if (load.client, load.load_id) not in self._loads:
+        if not self._is_open(load):
             return []
         self._arena.index.lease(entry)
         load.held[index] = entry
@@ -236,7 +241,7 @@ class LoadBook:
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
-        if index >= load.end:
+        if index >= load.end or not self._is_open(load):
             return []
         missing = tuple(i for i in range(index, load.end) if i not in load.held)
         load.end = index
@@ -255,6 +260,9 @@ class LoadBook:
                 effects += self._go_on(load, now)
         return effects
 
+    def _is_open(self, load: Load) -> bool:
+        return self._loads.get((load.client, load.load_id)) is load
+
     def _is_waiting(self, load: Load, index: int) -> bool:
         if index >= load.wanted:
             return True
@@ -267,6 +275,14 @@ class LoadBook:
     def _forget(self, load: Load) -> None:
         self._loads.pop((load.client, load.load_id), None)
         self._starved.pop((load.client, load.load_id), None)
+
+
+def _parts(ready: list[ReadyChunk]) -> Iterator[list[ReadyChunk]]:
+    """As many chunks at a time as one message takes."""
+    if ready:
+        each = READY_CHUNK_BYTES + max(len(chunk.checksums) for chunk in ready)
+        count = max(1, CHUNKS_LIMIT_BYTES // each)
+        yield from (ready[start : start + count] for start in range(0, len(ready), count))
 
 
 def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:

@@ -44,16 +44,19 @@ class Asked(NamedTuple):
 
     ask_id: int
     present: int
-    elapsed_s: float
+    elapsed_s: float | None
+    """None: it could not be asked."""
 
 
 class WasRead(NamedTuple):
-    """A chunk has been brought into its slot; None: the tier does not have it whole."""
+    """A chunk has been brought into its slot; None: it has not."""
 
     key: bytes
     chunk: Chunk | None
     elapsed_s: float
     was_broken: bool = False
+    has_failed: bool = False
+    """The tier could not be used: it may have the chunk."""
 
 
 class WasWritten(NamedTuple):
@@ -209,7 +212,7 @@ class TierWorkers:
         try:
             found = self._tier.contains(keys)
         except TierError as error:
-            self._done(Failed(str(error)), Asked(ask_id, 0, monotonic() - began))
+            self._done(Failed(str(error)), Asked(ask_id, 0, None))
             return
         present = found.index(False) if False in found else len(found)
         self._done(Asked(ask_id, present, monotonic() - began))
@@ -240,7 +243,7 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)))
         for number in left:
-            self._done(WasRead(batch[number].key, None, 0.0))
+            self._done(WasRead(batch[number].key, None, 0.0, has_failed=True))
 
     def _was_read(
         self, job: ReadJob, buffers: ChunkBuffers, outcome: ReadOutcome, elapsed_s: float
