@@ -5,12 +5,11 @@ disk, and what can be done to them.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 from typing import TYPE_CHECKING
 
 import redis
 from support.cache_probe import cache_stat
+from support.small_disk import SmallDisk, fill, spoil
 from support.store_servers import redis_server
 
 from chaos.cluster import Ports
@@ -45,13 +44,8 @@ class CacheStores:
 
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "cache.sock"
-        self._disk = folder / "disk"
-        self._disk.mkdir()
-        size = f"size={DISK_BYTES}"
-        mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self._disk)]
-        self.can_be_full = (
-            os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-        )
+        self._disk = SmallDisk(folder / "disk", DISK_BYTES)
+        self.can_be_full = self._disk.is_mounted
         self.server = redis_server(
             Ports().run_of(1),
             folder,
@@ -67,7 +61,7 @@ class CacheStores:
         return SECTION.format(
             socket=self.socket,
             capacity=CAPACITY_BYTES,
-            disk=self._disk / "tier",
+            disk=self._disk.folder / "tier",
             port=self.server.port,
         )
 
@@ -91,7 +85,7 @@ class CacheStores:
 
     def spoil_files(self, rng: Random) -> str:
         """Some chunks are cut in half, have a flipped byte, are empty, or gone; how many each."""
-        files = sorted((self._disk / "tier" / "chunks").glob("*/" + "?" * 64))
+        files = self._disk.chunk_files
         done = {"halved": 0, "flipped": 0, "emptied": 0, "removed": 0}
         for path in rng.sample(files, int(len(files) * SHARE_OF_FILES)):
             way = rng.choice(sorted(done))
@@ -102,19 +96,16 @@ class CacheStores:
 
     def fill_disk(self) -> None:
         """Not a byte of room is left on the disk until ``free_disk``."""
-        with (self._disk / "filler").open("ab", 0) as filler, contextlib.suppress(OSError):
-            while True:
-                filler.write(bytes(4096))
+        fill(self._disk.folder / "filler")
 
     def free_disk(self) -> None:
         """There is room again."""
-        (self._disk / "filler").unlink(missing_ok=True)
+        (self._disk.folder / "filler").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Redis has ended, the file system is gone."""
         self.server.kill()
-        if self.can_be_full:
-            subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
+        self._disk.close()
 
     def _client(self) -> redis.Redis:
         return redis.Redis(
@@ -127,12 +118,5 @@ class CacheStores:
 def _spoil(path: Path, way: str, rng: Random) -> None:
     if way == "removed":
         path.unlink()
-        return
-    with path.open("r+b", 0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if way == "flipped":
-            at = rng.randrange(size)
-            byte = os.pread(file.fileno(), 1, at)
-            os.pwrite(file.fileno(), bytes([byte[0] ^ 0x40]), at)
-        else:
-            file.truncate(size // 2 if way == "halved" else 0)
+    else:
+        spoil(path, way, at=rng.randrange(max(1, path.stat().st_size)))
