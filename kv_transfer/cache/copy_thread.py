@@ -88,6 +88,7 @@ class CacheThread:
         self._loaded: list[Loaded] = []
         self._saved: list[int] = []
         self._counters: dict[str, float] = {}
+        self._step = 0
         self._step_saves = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -103,6 +104,7 @@ class CacheThread:
 
     def begin_step(self, orders: CacheOrders) -> None:
         """Tell the thread what this step is about, before its forward pass."""
+        self._step = orders.step
         self._step_saves = any(not save.is_final for save in orders.saves)
         if not orders.is_empty:
             self._command("orders", orders)
@@ -123,9 +125,10 @@ class CacheThread:
         if self._failure is not None:
             raise RuntimeError(f"the cache thread has died: {self._failure}") from self._failure
         with self._lock:
-            news = CacheNews(tuple(self._loaded), tuple(self._saved))
+            news = CacheNews(tuple(self._loaded), tuple(self._saved), self._step)
             self._loaded.clear()
             self._saved.clear()
+        self._step = 0
         return news
 
     def counters(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Chunks that clients want to read: held in the arena, or on their way into it. Pure.
 
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
-and is given up with it. Chunks that two clients want are read once. A read that finds no slot waits
-for one until its load's time is over.
+and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
+that of a chunk which its own load has brought and is done with, so a load may be larger than the
+arena; else it waits for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READING_SLOTS_SHARE = 2
+"""One in so many slots may be read into: a tier that hangs does not get all of them."""
 READY_CHUNK_BYTES = 320
 """At most, of a chunk in a message, besides its checksums."""
 
@@ -41,6 +44,8 @@ class Load:
     """Chunks before this index are asked for or answered."""
     end: int = 0
     """Chunks from this index on will not come."""
+    brought: set[int] = field(default_factory=set)
+    """Chunks that a tier has brought for it, and for which it has not given up the slot."""
     pins: bool = False
 
     def is_over(self) -> bool:
@@ -53,6 +58,8 @@ class Reading:
     """A chunk on its way from a tier into a slot."""
 
     entry: ArenaEntry
+    tier: TierBook
+    """Which is reading."""
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
@@ -138,6 +145,7 @@ class LoadBook:
             while reading.tiers:
                 tier = reading.tiers.popleft()
                 if tier.is_usable:
+                    reading.tier = tier
                     return [ReadChunk(tier.number, key, reading.entry.value.offset)]
         del self._reading[key]
         if chunk is None:
@@ -151,6 +159,7 @@ class LoadBook:
         self._arena.publish(entry, chunk, now)
         effects = self._on_read(entry)
         for load, index in reading.waiters:
+            load.brought.add(index)
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
@@ -165,6 +174,7 @@ class LoadBook:
             if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
+                self._blame_tier(load, first, now)
                 effects += self._give_up(load, first)
         return effects
 
@@ -186,7 +196,7 @@ class LoadBook:
                 load.wanted += 1
                 effects += self._on_used(entry)
                 if load.client != NOBODY:
-                    self._arena.index.lease(entry)
+                    self._arena.lease(entry)
                     load.held[index] = entry
                     ready.append(_ready(index, entry))
                 continue
@@ -194,7 +204,11 @@ class LoadBook:
             if reading is None:
                 started = self._start_reading(load, index)
                 if started is None:
-                    self._starved[load.client, load.load_id] = load
+                    if self._arena.is_busy:
+                        self._starved[load.client, load.load_id] = load
+                    else:
+                        self.counters["without_room"] += 1
+                        effects += self._give_up(load, index)
                     break
                 effects += started
                 if key not in self._reading:
@@ -220,13 +234,41 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
+        if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
+            return None
         parent = load.keys[index - 1] if index else b""
         entry = self._arena.reserve(key, parent, self._blank())
+        if entry is None and self._recycle(load, index):
+            entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
         first = tiers.popleft()
-        self._reading[key] = Reading(entry, tiers)
+        self._reading[key] = Reading(entry, first, tiers)
         return [ReadChunk(first.number, key, entry.value.offset)]
+
+    def _blame_tier(self, load: Load, index: int, now: float) -> None:
+        """A tier that hangs reports no failure, and its slots are not free before it answers."""
+        reading = self._reading.get(load.keys[index]) if index < len(load.keys) else None
+        if reading is not None:
+            reading.tier.health.failed("no answer to a read within the time of its load", now)
+
+    def _recycle(self, load: Load, index: int) -> bool:
+        """Drop one chunk before ``index`` that a tier has brought for this load and that no load
+        needs any more; False when there is none. Eviction would not take it: a chunk goes after
+        those that follow it.
+        """
+        for number in sorted(load.brought):
+            key = load.keys[number]
+            entry = self._arena.index.get(key)
+            if number < index and (entry is None or not entry.is_held):
+                load.brought.discard(number)
+                if entry is not None and not self._is_wanted(key):
+                    return self._arena.drop(key)
+        return False
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """Whether some load has yet to ask for the chunk."""
+        return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
         if load.client == NOBODY:
@@ -235,7 +277,7 @@ class LoadBook:
             return []
         if not self._is_open(load):
             return []
-        self._arena.index.lease(entry)
+        self._arena.lease(entry)
         load.held[index] = entry
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
 

@@ -62,6 +62,8 @@ PACKETS_PER_TURN = 64
 UNREAD_LIMIT_MESSAGES = 4_096
 """Messages kept for a client that does not read; one that reads even less is cut off."""
 DISK_READERS, REMOTE_READERS = 2, 1
+WRITING_SHARE = 4
+"""One in so many bytes of the arena may wait to be written: tiers that hang do not get all."""
 
 
 @dataclass(eq=False)
@@ -93,6 +95,10 @@ class CacheServer:
         assert size is not None
         self.arena = Arena(size)
         lower = [tier for tier in settings.tiers if tier.type != "cpu"]
+        self._write_limit_bytes = min(
+            settings.write_queue_limit_bytes,
+            size // (WRITING_SHARE * max(1, len(lower))),
+        )
         books = [
             self._tier_book(n + 1, s, t) for n, (s, t) in enumerate(zip(lower, tiers, strict=True))
         ]
@@ -128,7 +134,7 @@ class CacheServer:
             number,
             settings,
             is_exclusive=tier.capabilities.is_exclusive,
-            write_limit_bytes=self._settings.write_queue_limit_bytes,
+            write_limit_bytes=self._write_limit_bytes,
             quotas=lambda tenant: self.book.quota(settings.type, tenant),
         )
 

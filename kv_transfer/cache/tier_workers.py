@@ -118,9 +118,12 @@ class TierWorkers:
         self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
+        self._failure: BaseException | None = None
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
-            threading.Thread(target=loop, name=f"tier-{number}-{name}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(loop,), name=f"tier-{number}-{name}", daemon=True
+            )
             for name, loop in names
         ]
         for thread in self._threads:
@@ -129,7 +132,9 @@ class TierWorkers:
     # -- the server's thread -------------------------------------------------------------------
 
     def take_results(self) -> list[Result]:
-        """What has ended since the last call."""
+        """What has ended since the last call. Raises when a thread has died."""
+        if self._failure is not None:
+            raise RuntimeError(f"a thread of tier {self.number} has died") from self._failure
         taken = []
         while self._results:
             taken.append(self._results.popleft())
@@ -176,6 +181,15 @@ class TierWorkers:
             self._tier.close()
 
     # -- the tier's threads --------------------------------------------------------------------
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """A fault ends the server, which is started again, instead of one thread in silence."""
+        try:
+            loop()
+        except BaseException as error:
+            logger.exception("a thread of tier %d died", self.number)
+            self._failure = error
+            self._wake()
 
     def _read_loop(self) -> None:
         while (job := self._reads.get()) is not None:
@@ -265,6 +279,10 @@ class TierWorkers:
             outcome = self._tier.write([ChunkBuffers(job.key, header, body)])[0]
         except TierError as error:
             self._done(Failed(str(error)), WasWritten(job.key, "failed"))
+            return
+        except BadChunkError as error:
+            logger.warning("not written: %s", error)
+            self._done(WasWritten(job.key, "refused"))
             return
         self._done(WasWritten(job.key, "full" if outcome is WriteOutcome.FULL else "written"))
 
