@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.kv_transfer.cache.costs import STEP_LEAST_TOKENS, FetchCosts
-from splitserve.kv_transfer.cache.keys import chunk_keys, root_key
+from splitserve.kv_transfer.cache.keys import KeyChain, root_key
 from splitserve.kv_transfer.cache.lookup_client import NOTHING, Hits
 from splitserve.kv_transfer.cache.orders import CacheOrders, LoadOrder, SaveOrder
 
@@ -81,16 +81,16 @@ class CachedPrompt:
     """One request."""
 
     prompt_tokens: int
-    root: bytes
-    media: tuple[Media, ...]
+    chain: KeyChain
     marks: tuple[Mark, ...]
-    keys: list[bytes]
     lookup_id: int | None
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
     """Chunks behind this one have failed to come."""
     loads: int = 0
+    was_parked: bool = False
+    """It has waited for tokens from outside; asked again, they did not come."""
     offered: tuple[int, int] = (0, 0)
     """Tokens: from where to where the last answer to the scheduler reaches."""
     first_chunk: int = 0
@@ -167,12 +167,12 @@ class EngineCache:
         of who has sent it.
         """
         root = root_key(self._model, tenant, identity.salt, identity.adapter)
-        keys = chunk_keys(root, prompt, self._chunk_tokens, media=identity.media)
+        chain = KeyChain(root, self._chunk_tokens, identity.media)
+        keys = chain.extend(prompt)
         lookup_id = self._lookups.ask(keys) if keys else None
         self._prompts[request_id] = CachedPrompt(
-            len(prompt), root, identity.media, tuple(marks), keys, lookup_id,
-            hits=NOTHING if lookup_id is None else None,
-        )  # fmt: skip
+            len(prompt), chain, tuple(marks), lookup_id, NOTHING if lookup_id is None else None
+        )
 
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Prompt tokens behind ``computed_tokens`` (whole blocks) that are loaded; None: ask again
@@ -184,6 +184,8 @@ class EngineCache:
         prompt.offered = (computed_tokens, computed_tokens)
         if prompt.loads >= LOADS_PER_REQUEST_LIMIT:
             return 0
+        if prompt.was_parked:
+            self._ask_again(prompt)
         hits = self._hits(prompt)
         if hits is None:
             return None
@@ -207,6 +209,7 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or not external_tokens:
             return 0
+        prompt.was_parked = True
         start, end = prompt.offered
         if end <= start:
             return 0
@@ -224,7 +227,7 @@ class EngineCache:
         self._loads.append(LoadOrder(
             load_id=self._count,
             request_id=request_id,
-            keys=b"".join(prompt.keys[first:last]),
+            keys=b"".join(prompt.chain.keys[first:last]),
             first_block=skipped // self._block_tokens,
             block_ids=tuple(block_ids[start // self._block_tokens : end // self._block_tokens]),
             limit_s=self._config.load_timeout_s,
@@ -242,7 +245,7 @@ class EngineCache:
             return
         self._planned_tokens += min(tokens, prompt.prompt_tokens - computed_before)
         self._note_known(prompt)
-        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.keys))
+        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.chain.keys))
         if whole > prompt.saved:
             self._save(prompt, whole, block_ids, is_final=False)
 
@@ -264,10 +267,7 @@ class EngineCache:
         whole = computed_tokens // self._chunk_tokens
         if whole <= prompt.saved or computed_tokens < prompt.prompt_tokens:
             return
-        prompt.keys = chunk_keys(
-            prompt.root, tokens[:computed_tokens], self._chunk_tokens,
-            media=prompt.media, known=prompt.keys,
-        )  # fmt: skip
+        prompt.chain.extend(tokens[:computed_tokens])
         self._note_known(prompt)
         if whole > prompt.saved and not self._save(prompt, whole, block_ids, is_final=True):
             self.counters["chunks_shed"] += whole - prompt.saved
@@ -334,9 +334,18 @@ class EngineCache:
             prompt.hits = self._lookups.answer(prompt.lookup_id, wait_s)
             if prompt.hits is not None:
                 prompt.lookup_id = None
-                self.counters["asked_chunks"] += len(prompt.keys)
+                self.counters["asked_chunks"] += len(prompt.chain.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
+
+    def _ask_again(self, prompt: CachedPrompt) -> None:
+        """What was to come from outside has failed: the prefill node, or another engine, may have
+        saved more of the prompt meanwhile.
+        """
+        prompt.was_parked = prompt.has_waited = False
+        if prompt.lookup_id is None and prompt.chain.keys:
+            prompt.lookup_id = self._lookups.ask(prompt.chain.keys)
+            prompt.hits = None if prompt.lookup_id is not None else NOTHING
 
     def _note_known(self, prompt: CachedPrompt) -> None:
         """Chunks that the look-up found need not be saved."""
@@ -365,8 +374,8 @@ class EngineCache:
         self._open_saves[self._count] = OpenSave(ids, size)
         self._saves.append(SaveOrder(
             save_id=self._count,
-            parent=prompt.keys[first - 1] if first else b"",
-            keys=b"".join(prompt.keys[first:whole]),
+            parent=prompt.chain.keys[first - 1] if first else b"",
+            keys=b"".join(prompt.chain.keys[first:whole]),
             block_ids=ids,
             is_final=is_final,
             marks=self._marks(prompt, first, whole),
