@@ -17,7 +17,7 @@ from splitserve.kv_transfer.cache.eviction import POLICIES
 from splitserve.kv_transfer.cache.truncation import Truncated, find_truncated
 from splitserve.orchestrator.cli.advice_picture import Curve, svg
 from splitserve.orchestrator.cli.errors import RefusedError
-from splitserve.orchestrator.config.schema import parse_bytes
+from splitserve.orchestrator.config.fields import parse_bytes
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.kv_size import kv_bytes_per_token
 from splitserve.orchestrator.models.resolve import resolve_model

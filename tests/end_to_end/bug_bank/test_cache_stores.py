@@ -6,18 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import TYPE_CHECKING
 
-import obstore
 import pytest
 import redis
-from obstore.store import S3Store
-from support.bank_client import LONG, ask, completion
-from support.cached_cluster import SLOT, TOKENS, cached_cluster, prompts_of
-from support.mock_cluster import alone
+from support.bank_client import LONG
+from support.cached_cluster import SLOT, cached_cluster, prompts_of
 from support.small_disk import SmallDisk, spoil
-from support.store_servers import S3Server, redis_server
+from support.store_servers import redis_server
 
 from splitserve.kv_transfer.cache.chunk_format import decode_header
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from support.cached_cluster import CachedCluster
     from support.store_servers import StoreServer
 
 PREFIX = b"splitserve:"
