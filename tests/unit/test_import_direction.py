@@ -37,6 +37,8 @@ PURE = (
     "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
     "kv_transfer/holdings.py",
+    "kv_transfer/held_prefixes.py",
+    "kv_transfer/prefix_marks.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}
