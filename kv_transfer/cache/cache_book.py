@@ -244,7 +244,7 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
-        return effects + self._take_late()
+        return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
         """A call to a tier has failed. True when the tier is left alone from now on."""
@@ -301,7 +301,7 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.index.lease(entry)
+        self.arena.index.lease(entry, is_use=False)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True

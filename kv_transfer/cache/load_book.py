@@ -34,14 +34,17 @@ class Load:
     load_id: int
     keys: list[bytes]
     until: float
+    """Infinite when that is over."""
+    end: int
+    """Chunks from this index on will not come."""
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
+    holds: bool = True
+    """Whether chunks that are there are kept in place until the load is closed."""
     held: dict[int, ArenaEntry] = field(default_factory=dict)
     """Chunks that the client may read now, by index."""
     wanted: int = 0
     """Chunks before this index are asked for or answered."""
-    end: int = 0
-    """Chunks from this index on will not come."""
-    parent: bytes = b""
-    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -105,19 +108,28 @@ class LoadBook:
 
     def is_fetching(self, prefetch: int) -> bool:
         """Whether more may come of a prefetch."""
-        return (NOBODY, prefetch) in self._loads
+        load = self._loads.get((NOBODY, prefetch))
+        return load is not None and (not load.is_over() or self._is_awaited(load))
 
     def prefetch(
-        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+        self,
+        keys: list[bytes],
+        until: float,
+        now: float,
+        *,
+        parent: bytes = b"",
+        holds: bool = False,
     ) -> list[Effect]:
-        """These are brought into the arena for nobody in particular."""
+        """These are brought into the arena for nobody in particular; with ``holds`` they stay there
+        until ``stop_fetching``.
+        """
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
+        load = Load(NOBODY, self._prefetches, keys, until, len(keys), parent, holds)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
 
     def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
-        """No more chunks are asked for; those that are on their way arrive."""
+        """No more chunks are asked for, and none is held; those on their way arrive."""
         return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
@@ -185,7 +197,10 @@ class LoadBook:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
         effects: list[Effect] = []
         for load in list(self._loads.values()):
-            if now >= load.until and (not load.is_over() or self._is_awaited(load)):
+            if now < load.until:
+                continue
+            load.until = float("inf")
+            if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
                 effects += self._give_up(load, first)
@@ -207,9 +222,11 @@ class LoadBook:
             entry = self._arena.index.get(key)
             if entry is not None:
                 load.wanted += 1
-                effects += self._on_used(entry)
                 if load.client != NOBODY:
+                    effects += self._on_used(entry)
+                if load.holds:
                     self._lend(load, index, entry)
+                if load.client != NOBODY:
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -226,7 +243,7 @@ class LoadBook:
             load.wanted += 1
         if ready:
             effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
-        if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
+        if not load.holds and not self.is_fetching(load.load_id):
             self._forget(load)
         return effects
 
@@ -251,19 +268,21 @@ class LoadBook:
         return [ReadChunk(first.number, key, entry.value.offset)]
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
-        if load.client == NOBODY:
-            if load.is_over() and not self._is_awaited(load):
+        if not load.holds:
+            if not self.is_fetching(load.load_id):
                 self._forget(load)
             return []
         if (load.client, load.load_id) not in self._loads:
             return []
         self._lend(load, index, entry)
+        if load.client == NOBODY:
+            return []
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
 
     def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
-        self._arena.index.lease(entry)
+        self._arena.index.lease(entry, is_use=load.client != NOBODY)
         load.held[index] = entry
-        self.counters["chunks_lent"] += 1
+        self.counters["chunks_lent"] += load.client != NOBODY
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -273,7 +292,7 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            if not self._is_awaited(load):
+            if not load.holds and not self._is_awaited(load):
                 self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
