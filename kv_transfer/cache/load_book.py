@@ -39,16 +39,19 @@ class Load:
     load_id: int
     keys: list[bytes]
     until: float
+    """Infinite when that is over."""
+    end: int
+    """Chunks from this index on will not come."""
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
+    holds: bool = True
+    """Whether chunks that are there are kept in place until the load is closed."""
     held: dict[int, ArenaEntry] = field(default_factory=dict)
     """Chunks that the client may read now, by index."""
     wanted: int = 0
     """Chunks before this index are asked for or answered."""
-    end: int = 0
-    """Chunks from this index on will not come."""
     brought: set[int] = field(default_factory=set)
     """Chunks that a tier has brought for it, and for which it has not given up the slot."""
-    parent: bytes = b""
-    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -114,19 +117,28 @@ class LoadBook:
 
     def is_fetching(self, prefetch: int) -> bool:
         """Whether more may come of a prefetch."""
-        return (NOBODY, prefetch) in self._loads
+        load = self._loads.get((NOBODY, prefetch))
+        return load is not None and (not load.is_over() or self._is_awaited(load))
 
     def prefetch(
-        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+        self,
+        keys: list[bytes],
+        until: float,
+        now: float,
+        *,
+        parent: bytes = b"",
+        holds: bool = False,
     ) -> list[Effect]:
-        """These are brought into the arena for nobody in particular."""
+        """These are brought into the arena for nobody in particular; with ``holds`` they stay there
+        until ``stop_fetching``.
+        """
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
+        load = Load(NOBODY, self._prefetches, keys, until, len(keys), parent, holds)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
 
     def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
-        """No more chunks are asked for; those that are on their way arrive."""
+        """No more chunks are asked for, and none is held; those on their way arrive."""
         return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
@@ -222,9 +234,11 @@ class LoadBook:
             entry = self._arena.index.get(key)
             if entry is not None:
                 load.wanted += 1
-                effects += self._on_used(entry)
                 if load.client != NOBODY:
+                    effects += self._on_used(entry)
+                if load.holds:
                     self._lend(load, index, entry)
+                if load.client != NOBODY:
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -245,7 +259,7 @@ class LoadBook:
             load.wanted += 1
         for part in _parts(ready):
             effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
-        if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
+        if not load.holds and not self.is_fetching(load.load_id):
             self._forget(load)
         return effects
 
@@ -298,19 +312,21 @@ class LoadBook:
         return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
-        if load.client == NOBODY:
-            if load.is_over() and not self._is_awaited(load):
+        if not load.holds:
+            if not self.is_fetching(load.load_id):
                 self._forget(load)
             return []
         if not self._is_open(load):
             return []
         self._lend(load, index, entry)
+        if load.client == NOBODY:
+            return []
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
 
     def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
-        self._arena.lease(entry)
+        self._arena.lease(entry, is_use=load.client != NOBODY)
         load.held[index] = entry
-        self.counters["chunks_lent"] += 1
+        self.counters["chunks_lent"] += load.client != NOBODY
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -320,7 +336,7 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            if not self._is_awaited(load):
+            if not load.holds and not self._is_awaited(load):
                 self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
