@@ -285,6 +285,10 @@ class CacheThread:
             return
         try:
             self._arena = Mapping(descriptor, greeting.size_bytes)
+        except OSError as error:
+            logger.warning("the cache's arena cannot be mapped: %s", error)
+            connection.close()
+            return
         finally:
             os.close(descriptor)
         self._connection = connection
