@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.5e-3
 """How long the scheduler waits for the answer to a look-up before it goes on without."""
 LOADS_PER_REQUEST_LIMIT = 2
+FOREIGN_LIMIT_KEYS = 65_536
+"""Chunks in an order that the engine cannot read, which it remembers."""
 STEPS_LIMIT = 16
 """Steps that are planned and not reported."""
 CHUNKS_PER_SAVE_LIMIT = 1_024
@@ -89,7 +91,7 @@ class CachedPrompt:
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
-    """Chunks behind this one have failed to come."""
+    """Chunks from this one on have failed to come, or cannot be read."""
     loads: int = 0
     offered: tuple[int, int] = (0, 0)
     """Tokens: from where to where the last answer to the scheduler reaches."""
@@ -150,6 +152,8 @@ class EngineCache:
         self._steps: OrderedDict[int, tuple[int, float]] = OrderedDict()
         """Number of a step to its prompt tokens and when it was planned, until it is reported."""
         self._reported_at = 0.0
+        self._foreign: OrderedDict[bytes, None] = OrderedDict()
+        """Chunks that this engine cannot read, oldest first: they are not asked for again."""
         self.costs = FetchCosts(geometry.chunk_tokens, geometry.chunk_bytes)
         self.counters: defaultdict[str, float] = defaultdict(float)
 
@@ -333,10 +337,17 @@ class EngineCache:
             prompt.has_waited = True
             prompt.hits = self._lookups.answer(prompt.lookup_id, wait_s)
             if prompt.hits is not None:
+                prompt.limit_chunks = self._readable(prompt.keys[: len(prompt.hits.tiers)])
                 prompt.lookup_id = None
                 self.counters["asked_chunks"] += len(prompt.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
+
+    def _readable(self, keys: Sequence[bytes]) -> int:
+        """How many of these chunks, from the first one on, this engine may be able to read."""
+        if not self._foreign:
+            return len(keys)
+        return next((i for i, key in enumerate(keys) if key in self._foreign), len(keys))
 
     def _note_known(self, prompt: CachedPrompt) -> None:
         """Chunks that the look-up found need not be saved."""
@@ -402,6 +413,10 @@ class EngineCache:
             return
         if good < loaded.wanted:
             self.counters["loads_failed"] += 1
+            if any(each.is_foreign and each.chunks == good for each in load.ended):
+                self._foreign[prompt.keys[prompt.first_chunk + good]] = None
+                while len(self._foreign) > FOREIGN_LIMIT_KEYS:
+                    self._foreign.popitem(last=False)
             prompt.limit_chunks = prompt.first_chunk + good
             prompt.saved = min(prompt.saved, prompt.limit_chunks)
         elif prompt.hits is not None:
