@@ -299,7 +299,8 @@ class CacheThread:
     def _disconnect(self, reason: str) -> None:
         """No copy is under way: the thread that copies is this one."""
         if self._connection is not None:
-            logger.warning("without the cache for now: %s", reason)
+            if not self._stopping:
+                logger.warning("without the cache for now: %s", reason)
             self._connection.close()
         if self._greeting is not None:
             self._greeting.close()
