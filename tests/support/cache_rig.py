@@ -334,9 +334,7 @@ def audit(server: CacheServer) -> None:
             f"{taken} slots taken for {len(book.arena.index)} chunks"
         )
 
-    nothing = (
-        "0 loads, 0 reservations, 0 departing, busy: False, {0} slots taken for {0} chunks"
-    )
+    nothing = "0 loads, 0 reservations, 0 departing, busy: False, {0} slots taken for {0} chunks"
     try:
         until(lambda: held() == nothing.format(len(book.arena.index)), "nothing to be held")
     except AssertionError:
