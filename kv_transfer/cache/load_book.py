@@ -1,8 +1,9 @@
 """Chunks that clients want to read: held in the arena, or on their way into it. Pure.
 
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
-and is given up with it. Chunks that two clients want are read once. A read that finds no slot waits
-for one until its load's time is over.
+and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
+that of a chunk which its own load has brought and is done with, so a load may be larger than the
+arena; else it waits for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
-from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
+from splitserve.kv_transfer.cache.keys import tenant_of
+from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
     from splitserve.kv_transfer.cache.chunk import Chunk
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READING_SLOTS_SHARE = 2
+"""One in so many slots may be read into: a tier that hangs does not get all of them."""
+READY_CHUNK_BYTES = 320
+"""At most, of a chunk in a message, besides its checksums."""
 
 
 @dataclass(eq=False)
@@ -39,7 +45,10 @@ class Load:
     """Chunks before this index are asked for or answered."""
     end: int = 0
     """Chunks from this index on will not come."""
-    pins: bool = False
+    brought: set[int] = field(default_factory=set)
+    """Chunks that a tier has brought for it, and for which it has not given up the slot."""
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -51,9 +60,13 @@ class Reading:
     """A chunk on its way from a tier into a slot."""
 
     entry: ArenaEntry
+    tier: TierBook
+    """Which is reading."""
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
+    is_void: bool = False
+    """What comes is not wanted any more."""
 
 
 class LoadBook:
@@ -94,12 +107,27 @@ class LoadBook:
         self._loads[client, load_id] = load
         return self._go_on(load, now)
 
-    def prefetch(self, keys: list[bytes], until: float, now: float) -> list[Effect]:
+    @property
+    def latest_prefetch(self) -> int:
+        """The number of the prefetch that was begun last."""
+        return self._prefetches
+
+    def is_fetching(self, prefetch: int) -> bool:
+        """Whether more may come of a prefetch."""
+        return (NOBODY, prefetch) in self._loads
+
+    def prefetch(
+        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+    ) -> list[Effect]:
         """These are brought into the arena for nobody in particular."""
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys))
+        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
+
+    def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
+        """No more chunks are asked for; those that are on their way arrive."""
+        return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
         """The client does not read these any more (none named: nothing of the load)."""
@@ -132,10 +160,14 @@ class LoadBook:
     def was_read(self, key: bytes, chunk: Chunk | None, now: float) -> list[Effect]:
         """A tier has brought a chunk into its slot, or (None) has not."""
         reading = self._reading[key]
+        if reading.is_void:
+            chunk = None
+            reading.tiers.clear()
         if chunk is None:
             while reading.tiers:
                 tier = reading.tiers.popleft()
                 if tier.is_usable:
+                    reading.tier = tier
                     return [ReadChunk(tier.number, key, reading.entry.value.offset)]
         del self._reading[key]
         if chunk is None:
@@ -149,17 +181,28 @@ class LoadBook:
         self._arena.publish(entry, chunk, now)
         effects = self._on_read(entry)
         for load, index in reading.waiters:
+            load.brought.add(index)
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
+
+    def void(self, tenant: str | None) -> None:
+        """What is being read of this tenant's chunks (None: of everybody's) does not arrive."""
+        for key, reading in self._reading.items():
+            if tenant is None or tenant_of(key).hex() == tenant:
+                reading.is_void = True
 
     def expire(self, now: float) -> list[Effect]:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
         effects: list[Effect] = []
         for load in list(self._loads.values()):
-            if now >= load.until and (not load.is_over() or self._is_awaited(load)):
+            if now < load.until:
+                continue
+            load.until = float("inf")
+            if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
+                self._blame_tier(load, first, now)
                 effects += self._give_up(load, first)
         return effects
 
@@ -181,15 +224,18 @@ class LoadBook:
                 load.wanted += 1
                 effects += self._on_used(entry)
                 if load.client != NOBODY:
-                    self._arena.index.lease(entry)
-                    load.held[index] = entry
+                    self._lend(load, index, entry)
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
             if reading is None:
                 started = self._start_reading(load, index)
                 if started is None:
-                    self._starved[load.client, load.load_id] = load
+                    if self._arena.is_busy:
+                        self._starved[load.client, load.load_id] = load
+                    else:
+                        self.counters["without_room"] += 1
+                        effects += self._give_up(load, index)
                     break
                 effects += started
                 if key not in self._reading:
@@ -197,8 +243,8 @@ class LoadBook:
                 reading = self._reading[key]
             reading.waiters.append((load, index))
             load.wanted += 1
-        if ready:
-            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
+        for part in _parts(ready):
+            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
         if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
             self._forget(load)
         return effects
@@ -215,34 +261,67 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
-        parent = load.keys[index - 1] if index else b""
+        if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
+            return None
+        parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
+        if entry is None and self._recycle(load, index):
+            entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
         first = tiers.popleft()
-        self._reading[key] = Reading(entry, tiers)
+        self._reading[key] = Reading(entry, first, tiers)
         return [ReadChunk(first.number, key, entry.value.offset)]
+
+    def _blame_tier(self, load: Load, index: int, now: float) -> None:
+        """A tier that hangs reports no failure, and its slots are not free before it answers."""
+        reading = self._reading.get(load.keys[index]) if index < len(load.keys) else None
+        if reading is not None:
+            reading.tier.health.failed("no answer to a read within the time of its load", now)
+
+    def _recycle(self, load: Load, index: int) -> bool:
+        """Drop one chunk before ``index`` that a tier has brought for this load and that no load
+        needs any more; False when there is none. Eviction would not take it: a chunk goes after
+        those that follow it.
+        """
+        for number in sorted(load.brought):
+            key = load.keys[number]
+            entry = self._arena.index.get(key)
+            if number < index and (entry is None or not entry.is_held):
+                load.brought.discard(number)
+                if entry is not None and not self._is_wanted(key):
+                    return self._arena.drop(key)
+        return False
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """Whether some load has yet to ask for the chunk."""
+        return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
         if load.client == NOBODY:
             if load.is_over() and not self._is_awaited(load):
                 self._forget(load)
             return []
-        if (load.client, load.load_id) not in self._loads:
+        if not self._is_open(load):
             return []
-        self._arena.index.lease(entry)
-        load.held[index] = entry
+        self._lend(load, index, entry)
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+
+    def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
+        self._arena.lease(entry)
+        load.held[index] = entry
+        self.counters["chunks_lent"] += 1
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
-        if index >= load.end:
+        if index >= load.end or not self._is_open(load):
             return []
         missing = tuple(i for i in range(index, load.end) if i not in load.held)
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            self._forget(load)
+            if not self._is_awaited(load):
+                self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
 
@@ -254,6 +333,9 @@ class LoadBook:
             if (load.client, load.load_id) in self._loads:
                 effects += self._go_on(load, now)
         return effects
+
+    def _is_open(self, load: Load) -> bool:
+        return self._loads.get((load.client, load.load_id)) is load
 
     def _is_waiting(self, load: Load, index: int) -> bool:
         if index >= load.wanted:
@@ -267,6 +349,14 @@ class LoadBook:
     def _forget(self, load: Load) -> None:
         self._loads.pop((load.client, load.load_id), None)
         self._starved.pop((load.client, load.load_id), None)
+
+
+def _parts(ready: list[ReadyChunk]) -> Iterator[list[ReadyChunk]]:
+    """As many chunks at a time as one message takes."""
+    if ready:
+        each = READY_CHUNK_BYTES + max(len(chunk.checksums) for chunk in ready)
+        count = max(1, CHUNKS_LIMIT_BYTES // each)
+        yield from (ready[start : start + count] for start in range(0, len(ready), count))
 
 
 def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:

@@ -156,7 +156,7 @@ class LookupClient:
         try:
             for message in self._receiver.messages(ANSWERS_PER_TURN):
                 self._take_up(message)
-        except packets.PeerGoneError as error:
+        except (packets.PeerGoneError, packets.BadPacketError) as error:
             self._lost(error)
 
     def _take_up(self, message: object) -> None:

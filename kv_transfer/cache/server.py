@@ -7,6 +7,7 @@ what cannot be is cut off: its connection's end is the proof that it does not to
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import selectors
@@ -19,7 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
-from splitserve.kv_transfer.cache import packets
+from splitserve.kv_transfer.cache import messages, packets
 from splitserve.kv_transfer.cache import tier_workers as jobs
 from splitserve.kv_transfer.cache.arena import Arena
 from splitserve.kv_transfer.cache.book_effects import (
@@ -45,13 +46,14 @@ from splitserve.kv_transfer.cache.messages import (
     Reserve,
     Watch,
 )
+from splitserve.kv_transfer.cache.settings import tier_names
 from splitserve.kv_transfer.cache.tier_book import TierBook
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
-    from splitserve.kv_transfer.cache.settings import CacheSettings
+    from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
     from splitserve.kv_transfer.cache.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ PACKETS_PER_TURN = 64
 UNREAD_LIMIT_MESSAGES = 4_096
 """Messages kept for a client that does not read; one that reads even less is cut off."""
 DISK_READERS, REMOTE_READERS = 2, 1
+WRITING_SHARE = 4
+"""One in so many bytes of the arena may wait to be written: tiers that hang do not get all."""
 
 
 @dataclass(eq=False)
@@ -91,12 +95,22 @@ class CacheServer:
         size = cpu.capacity_bytes if cpu is not None else settings.staging_bytes
         assert size is not None
         self.arena = Arena(size)
-        lower = [tier for tier in settings.tiers if tier.type != "cpu"]
+        self._write_limit_bytes = min(
+            settings.write_queue_limit_bytes,
+            size // (WRITING_SHARE * max(1, len(tiers))),
+        )
+        names = tier_names(tier.type for tier in settings.tiers)
+        lower = [
+            (name, tier)
+            for name, tier in zip(names, settings.tiers, strict=True)
+            if tier.type != "cpu"
+        ]
         books = [
-            self._tier_book(n + 1, s, t) for n, (s, t) in enumerate(zip(lower, tiers, strict=True))
+            self._tier_book(number, name, of_tier, tier)
+            for number, ((name, of_tier), tier) in enumerate(zip(lower, tiers, strict=True), 1)
         ]
         self.book = CacheBook(settings, self.arena, books, uuid4().hex)
-        self._control = Control(self.book)
+        self._control = Control(self.book, started=monotonic())
         self._codec = codec
         self._workers = {
             book.number: jobs.TierWorkers(
@@ -113,6 +127,7 @@ class CacheServer:
             for effect in book.filled(codec.stored(tier), now)
         ]
         self._clients: dict[int, Client] = {}
+        self._arrivals = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._listener = packets.listen(settings.socket_path)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -121,13 +136,14 @@ class CacheServer:
         self._stopping = False
         self._carry_out(fills)
 
-    def _tier_book(self, number: int, settings: Any, tier: Tier) -> TierBook:
+    def _tier_book(self, number: int, name: str, settings: TierSettings, tier: Tier) -> TierBook:
         return TierBook(
             number,
             settings,
+            name=name,
             is_exclusive=tier.capabilities.is_exclusive,
-            write_limit_bytes=self._settings.write_queue_limit_bytes,
-            quotas=lambda tenant: self.book.quota(settings.type, tenant),
+            write_limit_bytes=self._write_limit_bytes,
+            quotas=lambda tenant: self.book.quota(name, tenant),
         )
 
     def run(self) -> None:
@@ -148,7 +164,8 @@ class CacheServer:
 
     def _turn(self) -> None:
         now = monotonic()
-        wait_s = max(0.0, self.book.next_deadline(now) - now)
+        deadline = min(self.book.next_deadline(now), self._control.next_deadline())
+        wait_s = max(0.0, deadline - now)
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -161,6 +178,7 @@ class CacheServer:
             for result in worker.take_results():
                 self._carry_out(self._take_up(worker.number, result, monotonic()))
         self._carry_out(self.book.tick(monotonic()))
+        self._carry_out(self._control.tick(monotonic()))
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -174,14 +192,18 @@ class CacheServer:
                 logger.warning("turned a client away: %s", error)
                 connection.close()
                 return
-            number = connection.fileno()
+            # Never the number of an earlier one, which a tier's answer may still be meant for.
+            number = next(self._arrivals)
             client = Client(number, connection, packets.Receiver(connection, self._decoder))
             self._clients[number] = client
             self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _serve(self, client: Client) -> None:
+        if client.number not in self._clients:
+            return  # It has gone since the selector saw it.
         try:
-            self._flush(client)
+            if client.unsent:
+                self._flush(client)
             for message in client.receiver.messages(PACKETS_PER_TURN):
                 if not client.is_rejected:
                     self._carry_out(self._handle(client, message, monotonic()))
@@ -208,7 +230,7 @@ class CacheServer:
                 answer = book.hello(number, message)
                 if answer.refusal:
                     logger.warning("an engine cannot use the cache: %s", answer.refusal)
-                packets.send(client.connection, answer, self.arena.descriptor)
+                self._greet(client, answer)
                 return []
             case Manage():
                 return self._control.handle(number, message, now)
@@ -220,21 +242,29 @@ class CacheServer:
         book = self.book
         match result:
             case jobs.Asked():
-                return book.asked(result.ask_id, result.present, result.elapsed_s, now)
+                has_failed = result.found is None
+                self._control.asked(result.ask_id, result.found, result.elapsed_s)
+                return book.asked(
+                    result.ask_id, result.present, result.elapsed_s, now, has_failed=has_failed
+                )
             case jobs.WasRead():
                 if result.was_broken:
-                    book.counters["broken_chunks"] += 1
-                return book.was_read(tier, result.key, result.chunk, result.elapsed_s, now)
+                    book.was_broken(tier)
+                return book.was_read(
+                    tier, result.key, result.chunk, result.elapsed_s, now,
+                    has_failed=result.has_failed,
+                )  # fmt: skip
             case jobs.WasWritten():
                 return book.was_written(tier, result.key, result.outcome, now)
             case jobs.Failed():
                 if book.tier_failed(tier, result.reason, now):
-                    logger.warning("tier %d is left alone for a while: %s", tier, result.reason)
+                    name = book.tiers[tier - 1].name
+                    logger.warning("the %s tier is left alone: %s", name, result.reason)
             case jobs.Probed():
                 book.probed(tier, result.elapsed_s)
-                logger.info("tier %d answers again", tier)
+                logger.info("the %s tier answers again", book.tiers[tier - 1].name)
             case jobs.Cleared():
-                return self._control.cleared(result.clear_id, result.chunks)
+                return self._control.cleared(result.clear_id, result.chunks, result.is_complete)
         return []
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -255,7 +285,7 @@ class CacheServer:
                         jobs.WriteJob(effect.key, effect.parent, effect.chunk, body)
                     )
                 case RemoveChunks():
-                    self._workers[effect.tier].remove(effect.keys)
+                    self._workers[effect.tier].remove(effect.keys, effect.clear_id)
                     self.book.unmark(effect.keys)
                     self._carry_out(self.book.take_effects())
                 case ProbeTier():
@@ -267,6 +297,12 @@ class CacheServer:
         return self.arena.memory.view[offset : offset + size_bytes]
 
     # -- clients -------------------------------------------------------------------------------
+
+    def _greet(self, client: Client, answer: messages.Arena) -> None:
+        try:
+            packets.send(client.connection, answer, self.arena.descriptor)
+        except packets.PeerGoneError as error:
+            self._reject(client, str(error))
 
     def _send(self, client: Client, message: object) -> None:
         if client.is_rejected:
@@ -280,17 +316,21 @@ class CacheServer:
                 events = selectors.EVENT_READ | selectors.EVENT_WRITE
                 self._selector.modify(client.connection, events, client)
         except packets.PeerGoneError as error:
-            logger.info("client %d: %s", client.number, error)
-            self._drop(client)
+            self._reject(client, str(error))
 
     def _flush(self, client: Client) -> None:
-        while client.unsent and packets.send(client.connection, client.unsent[0]):
-            client.unsent.pop(0)
+        try:
+            while client.unsent and packets.send(client.connection, client.unsent[0]):
+                client.unsent.pop(0)
+        except packets.PeerGoneError as error:
+            self._reject(client, str(error))
         if not client.unsent:
             self._selector.modify(client.connection, selectors.EVENT_READ, client)
 
     def _reject(self, client: Client, reason: str) -> None:
-        """The client is told to go; its slots stay its own until it has closed its end."""
+        """The client is told to go; its slots stay its own until its end is read to have closed.
+        That a call has failed proves nothing: the process may be in the middle of a copy.
+        """
         if not client.is_rejected:
             logger.warning("client %d is cut off: %s", client.number, reason)
             client.is_rejected = True
@@ -305,6 +345,7 @@ class CacheServer:
             return
         self._selector.unregister(client.connection)
         client.connection.close()
+        self._carry_out(self._control.client_gone(client.number, monotonic()))
         self._carry_out(self.book.client_gone(client.number, monotonic()))
 
     def _close(self) -> None:

@@ -11,14 +11,17 @@ from splitserve.kv_transfer.cache.book_effects import Effect, RemoveChunks, Writ
 from splitserve.kv_transfer.cache.index import TierIndex
 from splitserve.kv_transfer.cache.keys import tenant_of
 from splitserve.kv_transfer.cache.tier_health import TierHealth
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
+FULL_S = 60.0
+"""How long a disk that was full is taken to be smaller than configured."""
 WRITTEN_LIMIT_KEYS = 65_536
 """Keys that this host has written to a shared tier and remembers, so as not to write them again."""
 
@@ -34,27 +37,30 @@ class TierBook:
         is_exclusive: bool,
         write_limit_bytes: int,
         quotas: Callable[[str], int | None],
+        name: str = "",
     ) -> None:
         self.number = number
         self.settings = settings
+        self.name = name or settings.type
+        """As in the configuration (``settings.tier_names``)."""
         self.health = TierHealth(is_remote=not is_exclusive)
         self.counters: Counter[str] = Counter()
-        capacity = settings.capacity_bytes or UNBOUNDED_BYTES
+        self._capacity_bytes = settings.capacity_bytes or UNBOUNDED_BYTES
         self.index: TierIndex[None] | None = (
-            TierIndex(capacity, settings.eviction, settings.ttl_s, quotas) if is_exclusive else None
+            TierIndex(self._capacity_bytes, settings.eviction, settings.ttl_s, quotas)
+            if is_exclusive
+            else None
         )
+        self._full_until = 0.0
         self.writing: dict[bytes, int] = {}
-        """Key to size of what was handed to the tier and has not been answered."""
+        """Key to stored size of what was handed to the tier and has not been answered."""
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
         self._written: dict[bytes, None] = {}
+        self._void: set[bytes] = set()
+        """Those of ``writing`` that are removed as soon as they are written."""
         self.written_bytes_by_tenant: Counter[str] = Counter()
         """Of a shared tier: what this server has put there."""
-
-    @property
-    def name(self) -> str:
-        """As in the configuration."""
-        return self.settings.type
 
     @property
     def is_usable(self) -> bool:
@@ -87,12 +93,27 @@ class TierBook:
         admission = self.settings.admission
         return admission == "always" or (admission == "second_use" and uses > 0)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Chunks that were handed to the tier and are not written yet."""
+        return sum(self.writing.values())
+
+    @property
+    def used_bytes_by_tenant(self) -> Mapping[str, int]:
+        """What tenants have there; in a shared tier what they have by this server."""
+        index = self.index
+        return self.written_bytes_by_tenant if index is None else index.used_bytes_by_tenant
+
+    def can_queue(self, size_bytes: int) -> bool:
+        """Whether so much more may wait to be written."""
+        return self.waiting_bytes + size_bytes <= self._write_limit_bytes
+
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
-        size_bytes = chunk.geometry.chunk_bytes
+        size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if sum(self.writing.values()) + size_bytes > self._write_limit_bytes:
+        if self.writing and not self.can_queue(size_bytes):
             self.counters["writes_shed"] += 1
             return None
         limit = self._quotas(tenant_of(key).hex())
@@ -107,23 +128,34 @@ class TierBook:
         """A write has ended: ``written``, ``full`` or ``failed``."""
         size = self.writing.pop(key)
         self.counters[f"writes_{outcome}"] += 1
+        if outcome != "written":
+            self._void.discard(key)
         if outcome == "full" and self.index is not None:
             return self._make_way(now)
         if outcome != "written":
             return []
         self.counters["written_bytes"] += size
         self.health.wrote()
+        if key in self._void:
+            self._void.discard(key)
+            return []
         if self.index is None:
             self.written_bytes_by_tenant[tenant_of(key).hex()] += size
             self._written[key] = None
             if len(self._written) > WRITTEN_LIMIT_KEYS:
                 del self._written[next(iter(self._written))]
             return []
-        room = self.index.make_room(size, tenant_of(key).hex())
+        room = self.index.make_room(size, tenant_of(key).hex(), parent)
         if room is None:
             return [RemoveChunks(self.number, [key])]
         self.index.add(key, parent, size, tenant_of(key).hex(), None, now)
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []
+
+    def remove(self, keys: Sequence[bytes]) -> RemoveChunks:
+        """The order that removes these, after what is being written of them has been."""
+        self.forget(keys)
+        self._void.update(key for key in keys if key in self.writing)
+        return RemoveChunks(self.number, list(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The store does not have these, or not any more."""
@@ -132,18 +164,52 @@ class TierBook:
             if self.index is not None:
                 self.index.remove(key)
 
+    def clear(self, tenant: str | None, *, keep_pinned: bool) -> tuple[list[bytes], int]:
+        """Nothing of this tenant's (None: of anybody's) is known to be there any more, and what is
+        being written is forgotten when it has been. Returns the keys that are to be removed from
+        the store after that, and the bytes of those that were there.
+
+        Of a shared tier these are only the ones that this server remembers.
+        """
+        void = [k for k in self.writing if tenant is None or tenant_of(k).hex() == tenant]
+        self._void.update(void)
+        if self.index is not None:
+            gone = self.index.clear(tenant, keep_pinned=keep_pinned)
+            return [*(e.key for e in gone), *void], sum(e.size_bytes for e in gone)
+        known = [k for k in self._written if tenant is None or tenant_of(k).hex() == tenant]
+        for key in known:
+            del self._written[key]
+        if tenant is None:
+            self.written_bytes_by_tenant.clear()
+        else:
+            self.written_bytes_by_tenant.pop(tenant, None)
+        return [*known, *void], 0
+
+    def shrink(self, tenant: str) -> list[Effect]:
+        """The tenant has no more than its quota, or only what cannot go now. Shared tiers keep what
+        they have.
+        """
+        if self.index is None:
+            return []
+        keys = [entry.key for entry in self.index.shrink(tenant)]
+        return [RemoveChunks(self.number, keys)] if keys else []
+
     def expire(self, now: float) -> list[Effect]:
         """What has outlived the tier's time goes."""
         if self.index is None:
             return []
+        if self._full_until and now >= self._full_until:
+            self._full_until = 0.0
+            self.index.capacity_bytes = self._capacity_bytes
         keys = [entry.key for entry in self.index.expire(now)]
         self.counters["expired"] += len(keys)
         return [RemoveChunks(self.number, keys)] if keys else []
 
     def _make_way(self, now: float) -> list[Effect]:
-        """The disk is fuller than its index says: the capacity is what fits."""
+        """The disk is fuller than its index says: the capacity is what fits, for a while."""
         assert self.index is not None
         self.counters["disk_full"] += 1
+        self._full_until = now + FULL_S
         self.index.capacity_bytes = max(self.index.used_bytes - 1, 0)
         room = self.index.make_room(0, "") or []
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []

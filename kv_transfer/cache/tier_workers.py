@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
+from itertools import islice
 from queue import Empty, Queue
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +27,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BATCH_LIMIT = 16
+REMOVE_BATCH_LIMIT = 256
 STOP_DEADLINE_S = 5.0
 PROBE_KEY = bytes(32)
 
@@ -45,15 +47,19 @@ class Asked(NamedTuple):
     ask_id: int
     present: int
     elapsed_s: float
+    found: tuple[bool, ...] | None = ()
+    """Which of them; None when the tier could not be asked."""
 
 
 class WasRead(NamedTuple):
-    """A chunk has been brought into its slot; None: the tier does not have it whole."""
+    """A chunk has been brought into its slot; None: it has not."""
 
     key: bytes
     chunk: Chunk | None
     elapsed_s: float
     was_broken: bool = False
+    has_failed: bool = False
+    """The tier could not be used: it may have the chunk."""
 
 
 class WasWritten(NamedTuple):
@@ -80,6 +86,8 @@ class Cleared(NamedTuple):
 
     clear_id: int
     chunks: int
+    is_complete: bool
+    """Whether these were all."""
 
 
 class ReadJob(NamedTuple):
@@ -115,9 +123,13 @@ class TierWorkers:
         self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
+        self._failure: BaseException | None = None
+        self._stopping = False
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
-            threading.Thread(target=loop, name=f"tier-{number}-{name}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(loop,), name=f"tier-{number}-{name}", daemon=True
+            )
             for name, loop in names
         ]
         for thread in self._threads:
@@ -126,7 +138,9 @@ class TierWorkers:
     # -- the server's thread -------------------------------------------------------------------
 
     def take_results(self) -> list[Result]:
-        """What has ended since the last call."""
+        """What has ended since the last call. Raises when a thread has died."""
+        if self._failure is not None:
+            raise RuntimeError(f"a thread of tier {self.number} has died") from self._failure
         taken = []
         while self._results:
             taken.append(self._results.popleft())
@@ -148,18 +162,22 @@ class TierWorkers:
         """See ``WriteChunk``."""
         self._writes.put(lambda: self._do_write(job))
 
-    def remove(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes], clear_id: int = 0) -> None:
         """See ``RemoveChunks``."""
-        self._writes.put(lambda: self._do_remove(keys))
+        if clear_id:
+            self._writes.put(lambda: self._do_clear(clear_id, keys))
+        else:
+            self._writes.put(lambda: self._do_remove(keys))
 
     def clear(self, clear_id: int, prefix: bytes) -> None:
         """See ``ListTier``."""
-        self._writes.put(lambda: self._do_clear(clear_id, prefix))
+        self._writes.put(lambda: self._do_clear(clear_id, self._tier.listed(prefix)))
 
     def stop(self) -> None:
         """The threads have ended, or hang in a call that has a timeout of its own; queued jobs are
         dropped.
         """
+        self._stopping = True
         for queue in (self._reads, self._writes):
             with suppress(Empty):
                 while True:
@@ -173,6 +191,15 @@ class TierWorkers:
             self._tier.close()
 
     # -- the tier's threads --------------------------------------------------------------------
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """A fault ends the server, which is started again, instead of one thread in silence."""
+        try:
+            loop()
+        except BaseException as error:
+            logger.exception("a thread of tier %d died", self.number)
+            self._failure = error
+            self._wake()
 
     def _read_loop(self) -> None:
         while (job := self._reads.get()) is not None:
@@ -209,10 +236,10 @@ class TierWorkers:
         try:
             found = self._tier.contains(keys)
         except TierError as error:
-            self._done(Failed(str(error)), Asked(ask_id, 0, monotonic() - began))
+            self._done(Failed(str(error)), Asked(ask_id, 0, monotonic() - began, None))
             return
         present = found.index(False) if False in found else len(found)
-        self._done(Asked(ask_id, present, monotonic() - began))
+        self._done(Asked(ask_id, present, monotonic() - began, tuple(found)))
 
     def _do_probe(self) -> None:
         began = monotonic()
@@ -240,7 +267,7 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)))
         for number in left:
-            self._done(WasRead(batch[number].key, None, 0.0))
+            self._done(WasRead(batch[number].key, None, 0.0, has_failed=True))
 
     def _was_read(
         self, job: ReadJob, buffers: ChunkBuffers, outcome: ReadOutcome, elapsed_s: float
@@ -263,6 +290,10 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)), WasWritten(job.key, "failed"))
             return
+        except BadChunkError as error:
+            logger.warning("not written: %s", error)
+            self._done(WasWritten(job.key, "refused"))
+            return
         self._done(WasWritten(job.key, "full" if outcome is WriteOutcome.FULL else "written"))
 
     def _do_remove(self, keys: Sequence[bytes]) -> None:
@@ -271,15 +302,16 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)))
 
-    def _do_clear(self, clear_id: int, prefix: bytes) -> None:
+    def _do_clear(self, clear_id: int, keys: Iterable[bytes]) -> None:
         removed = 0
+        left = iter(keys)
         try:
-            keys = [stored.key for stored in self._tier.stored() if stored.key.startswith(prefix)]
-            for start in range(0, len(keys), READ_BATCH_LIMIT):
-                removed += self._tier.remove(keys[start : start + READ_BATCH_LIMIT])
+            while not self._stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
+                removed += self._tier.remove(batch)
         except TierError as error:
-            self._done(Failed(str(error)))
-        self._done(Cleared(clear_id, removed))
+            self._done(Failed(str(error)), Cleared(clear_id, removed, False))
+            return
+        self._done(Cleared(clear_id, removed, not self._stopping))
 
 
 def waker() -> tuple[int, Callable[[], None]]:

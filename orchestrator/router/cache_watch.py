@@ -20,6 +20,7 @@ from splitserve.kv_transfer.cache.messages import (
     Marks,
     Watch,
 )
+from splitserve.kv_transfer.cache.socket_path import short_address
 from splitserve.kv_transfer.prefix_marks import MARK_BYTES
 from splitserve.orchestrator.core.events import CacheLost, CachePrefixesReported
 
@@ -80,7 +81,8 @@ class CacheWatch:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.setblocking(False)
             async with asyncio.timeout(CONNECT_LIMIT_S):
-                await loop.sock_connect(connection, str(self._path))
+                with short_address(self._path) as address:
+                    await loop.sock_connect(connection, address)
                 await loop.sock_sendall(connection, _encode(Watch()))
             try:
                 while packet := await loop.sock_recv(connection, MESSAGE_LIMIT_BYTES):

@@ -22,7 +22,8 @@ from support.store_servers import S3Server, StoreServer, redis_server
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.settings import TierSettings
-from splitserve.kv_transfer.cache.tiers.base import ReadOutcome, Tier, WriteOutcome
+from splitserve.kv_transfer.cache.tiers import redis as redis_tier
+from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, Tier, WriteOutcome
 from splitserve.kv_transfer.cache.tiers.registry import create
 
 if TYPE_CHECKING:
@@ -370,6 +371,26 @@ def test_only_an_exclusive_tier_lists_what_it_has(store: Store) -> None:
         assert listed == {(c.key, len(c.content), c.content[:16_384]) for c in chunks}
     else:
         assert listed == set()
+
+
+def test_every_tier_lists_what_begins_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks of two tenants: those of one, those of everybody, those of nobody; what somebody
+    else keeps there under another name is no chunk. They may be removed while they are listed.
+    """
+    monkeypatch.setattr(redis_tier, "KEYS_PER_COMMAND", 7)
+    kinds = [b"A" * 8, b"B" * 8]
+    keys = {tag: {tag + bytes([n]) * 24 for n in range(20)} for tag in kinds}
+    like = make_chunk(50, ODD).buffers
+    chunks = [ChunkBuffers(key, like.header, like.body) for tag in kinds for key in keys[tag]]
+    store.tier.write(chunks)
+    store.put(b"A" * 9, b"something else")
+    for tag in kinds:
+        assert set(store.tier.listed(tag)) == keys[tag]
+    assert set(store.tier.listed(b"")) == keys[kinds[0]] | keys[kinds[1]]
+    assert list(store.tier.listed(b"C" * 8)) == []
+    removed = [key for key in store.tier.listed(kinds[0]) if store.tier.remove([key])]
+    assert set(removed) == keys[kinds[0]]
+    assert set(store.tier.listed(b"")) == keys[kinds[1]]
 
 
 def test_closing_again_is_no_error(store: Store) -> None:

@@ -426,6 +426,19 @@ def test_wrong_keys(s3_place: S3Place) -> None:
         tier.close()
 
 
+def test_no_keys_at_all(
+    s3_place: S3Place, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
+    """None given, none in the environment, and nobody who tells the machine's role."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    tier = s3_place.tier(options={"access_key": "", "secret_key": ""})
+    with pytest.raises(TierConfigError, match=r"no credentials.*access_key"):
+        tier.check()
+    tier.close()
+
+
 def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra."""
     monkeypatch.setitem(sys.modules, "obstore", None)

@@ -37,9 +37,11 @@ PURE = (
     "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
     "kv_transfer/holdings.py",
+    "kv_transfer/cache/advice.py",
     "kv_transfer/cache/entry.py",
     "kv_transfer/cache/eviction.py",
     "kv_transfer/cache/index.py",
+    "kv_transfer/cache/truncation.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}

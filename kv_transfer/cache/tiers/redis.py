@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import ssl
 import threading
 import time
@@ -59,6 +60,7 @@ READ_AHEAD_BYTES = 4 << 20
 server keeps that much in answer buffers, which was measured to be slower for large ones.
 """
 KEYS_PER_COMMAND = 512
+_KEY = re.compile(r"[0-9a-f]{64}")
 _CREDENTIALS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _MISCONFIGURED = frozenset({"READONLY", "MOVED", "CROSSSLOT", "OOM"})
 
@@ -170,6 +172,23 @@ class RedisTier:
     def stored(self) -> Iterator[StoredChunk]:
         """Nothing: other hosts come and go there."""
         return iter(())
+
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        """By ``SCAN``, whose cursor needs no connection of its own. Other values are left out."""
+        begin = _escaped(self._prefix) + prefix.hex().encode()
+        words = (b"MATCH", begin + b"*", b"COUNT", b"%d" % KEYS_PER_COMMAND)
+        cursor = b"0"
+        while True:
+            with self._connection() as connection:
+                deadline = self._deadline()
+                connection.send([command(b"SCAN", cursor, *words)], deadline)
+                cursor, names = connection.cursor_and_names(deadline)
+            for name in names:
+                found = name[len(self._prefix) :].decode("ascii", "replace")
+                if _KEY.fullmatch(found):
+                    yield bytes.fromhex(found)
+            if cursor == b"0":
+                return
 
     def free_bytes(self) -> int | None:
         """Up to ``maxmemory``; None when there is no limit, or it may not be asked."""
@@ -306,6 +325,11 @@ def _tls_context(ca_file: str) -> ssl.SSLContext:
         raise TierConfigError(
             f"the redis tier's ca_file {ca_file!r} cannot be used: {error}"
         ) from error
+
+
+def _escaped(text: bytes) -> bytes:
+    """As a pattern that only this text fits."""
+    return re.sub(rb"([\\*?\[\]^])", rb"\\\1", text)
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -12,6 +12,7 @@ objects by rules of the bucket, not by ``ttl_s``.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -64,6 +65,9 @@ _STORE_OPTIONS = {
 }
 """Option to the name that the library has for it."""
 KEYS_PER_REQUEST = 1000
+_NAME = re.compile(r"[0-9a-f]{64}")
+_ROLE_QUESTIONS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")
+"""Where the library asks for the machine's role when nothing else gives credentials."""
 _Part = tuple[ReadOutcome, str | None]
 """What became of one request, and which version of the object it saw."""
 _FAULTS = (BaseError, OSError, ValueError)
@@ -82,7 +86,7 @@ class ObjectOptions(msgspec.Struct, frozen=True):
     secret_key: str = ""
     session_token: str = ""
     concurrency: Count = 8
-    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 8 << 20
+    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 16 << 20
     connect_timeout_s: Seconds = CONNECT_TIMEOUT_S
     timeout_s: Seconds = OPERATION_TIMEOUT_S
 
@@ -151,6 +155,20 @@ class ObjectTier:
     def stored(self) -> Iterator[StoredChunk]:
         """Nothing: other hosts come and go there."""
         return iter(())
+
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        """The store is asked for the names behind the prefix, and what is behind its last one is
+        skipped here: the library's own prefixes are whole folders.
+        """
+        begin = prefix.hex()
+        try:
+            for page in obstore.list(self._store, offset=begin or None):
+                for meta in page:
+                    name = str(meta["path"])
+                    if name.startswith(begin) and _NAME.fullmatch(name):
+                        yield bytes.fromhex(name)
+        except _FAULTS as error:
+            raise self._explained(error) from error
 
     def free_bytes(self) -> None:
         """Stores do not end."""
@@ -253,6 +271,11 @@ class ObjectTier:
             )
         if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
             return TierConfigError(f"{place}: there is no such bucket; make it or correct the url")
+        if any(question in said for question in _ROLE_QUESTIONS):
+            return TierConfigError(
+                f"{place} has no credentials, and the machine has no role: {said}; set access_key "
+                "and secret_key, or the variables that the store's own tools read"
+            )
         return TierUnavailableError(f"{place} cannot be reached: {said}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from splitserve.kv_transfer.cache.engine_cache import PromptIdentity
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.kv_transfer.held_prefixes import NOTHING_HELD
 from splitserve.kv_transfer.prefix_marks import split_digests
@@ -55,7 +56,7 @@ class Rig:
         """A leg of that prompt reaches the scheduler."""
         fields = {"marks": b"".join(MARKS), "prompt_bytes": 1_600} | changes
         params = TransferParams(transfer_id=request_id, role=role, peer_incarnation="p", **fields)
-        self.legs.arrived(request_id, seal(params, secret), PROMPT, "")
+        self.legs.arrived(request_id, seal(params, secret), PROMPT, PromptIdentity())
 
     def finish(self, request_id: str) -> None:
         """The request's prompt was computed."""

@@ -9,9 +9,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.chunks import ODD, empty_like, make_chunk, unaligned_like, verify
+from support.chunks import ODD, PAGES, empty_like, make_chunk, unaligned_like, verify
 
 from splitserve.kv_transfer.cache.settings import TierSettings
+from splitserve.kv_transfer.cache.tiers import disk
 from splitserve.kv_transfer.cache.tiers.base import (
     ReadOutcome,
     TierConfigError,
@@ -200,6 +201,37 @@ def test_more_capacity_than_disk(tmp_path: Path, tier: DiskTier) -> None:
         large.close()
 
 
+def test_large_reads_are_done_by_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order given; one that fails ends the read, and no thread writes to a buffer then."""
+    monkeypatch.setattr(disk, "READ_GROUP_BYTES", 60_000)
+    chunks = [make_chunk(seed, PAGES if seed % 3 else ODD) for seed in range(20)]
+    tier = DiskTier(settings(tmp_path))
+    tier.write([chunk.buffers for chunk in chunks])
+    tier.remove([chunks[4].key])
+    buffers = [empty_like(chunk) for chunk in chunks]
+    outcomes = list(tier.read(buffers))
+    absent = {4: ReadOutcome.ABSENT}
+    assert outcomes == [(index, absent.get(index, ReadOutcome.HIT)) for index in range(20)]
+    for index, chunk in enumerate(chunks):
+        assert index in absent or verify(buffers[index]) == chunk.header
+    real, names = os.preadv, iter(range(100))
+
+    def fails_third_time(*arguments: Any) -> int:
+        if next(names) == 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fails_third_time)
+    with pytest.raises(TierUnavailableError, match="cannot read from"):
+        list(tier.read(buffers))
+    for buffer in buffers:
+        buffer.body[:] = bytes(len(buffer.body))
+    tier.close()
+    assert not any(any(buffer.body) for buffer in buffers)
+
+
 @pytest.mark.parametrize("like", [empty_like, unaligned_like])
 def test_direct_and_buffered_read_the_same_files(tmp_path: Path, like: Any) -> None:
     """Each reads what the other wrote, into buffers of any alignment."""
@@ -242,7 +274,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
         ({"url": "/proc/nowhere"}, "cannot use /proc/nowhere"),
         ({"url": "/${NOT_SET_ANYWHERE}"}, "NOT_SET_ANYWHERE is not set"),
         ({"options": {"io": "fast"}}, r"options of the disk tier.*'fast'"),
-        ({"options": {"oi": "direct"}}, r"'oi' is unknown; known are io"),
+        ({"options": {"oi": "direct"}}, r"'oi' is unknown; known are io, readers"),
     ],
 )
 def test_bad_settings(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
