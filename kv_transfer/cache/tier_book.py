@@ -100,7 +100,8 @@ class TierBook:
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if self.writing and sum(self.writing.values()) + size_bytes > self._write_limit_bytes:
+        held_bytes = len(self.writing) * chunk.geometry.chunk_bytes
+        if held_bytes and held_bytes + chunk.geometry.chunk_bytes > self._write_limit_bytes:
             self.counters["writes_shed"] += 1
             return None
         limit = self._quotas(tenant_of(key).hex())
