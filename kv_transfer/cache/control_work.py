@@ -253,7 +253,7 @@ class MoveWork:
 
     def _write(self, entry: ArenaEntry) -> bool:
         """The chunk is being written, or cannot be; False while others have to be first."""
-        if not self._target.can_queue(self._book.chunk_bytes) and self._target.writing:
+        if not self._target.can_queue(self._book.chunk_bytes):
             return False
         if self._book.write_to(self._target, entry):
             self._writing.add(entry.key)

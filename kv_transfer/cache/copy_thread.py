@@ -99,7 +99,8 @@ class CacheThread:
     # -- the engine's thread -------------------------------------------------------------------
 
     def start(self) -> None:
-        """The thread runs; the server need not be there yet."""
+        """The thread runs and looks for the server at once, which need not be there yet."""
+        self._wake()
         self._thread.start()
 
     def begin_step(self, orders: CacheOrders) -> None:

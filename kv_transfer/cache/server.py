@@ -63,7 +63,7 @@ PACKETS_PER_TURN = 64
 UNREAD_LIMIT_MESSAGES = 4_096
 """Messages kept for a client that does not read; one that reads even less is cut off."""
 DISK_READERS, REMOTE_READERS = 2, 1
-WRITING_SHARE = 4
+WRITING_SHARE = 2
 """One in so many bytes of the arena may wait to be written: tiers that hang do not get all."""
 
 

@@ -43,7 +43,7 @@ _names = itertools.count(1)
 
 
 def settings_in(
-    folder: Path, *, slots: int = 32, disk: bool = False, disk_slots: int = 256
+    folder: Path, *, slots: int = 64, disk: bool = False, disk_slots: int = 256
 ) -> CacheSettings:
     """A server with an arena of so many chunks, and a disk when it is wanted."""
     tiers = [TierSettings(type="cpu", capacity_bytes=slots * CHUNK_BYTES)]

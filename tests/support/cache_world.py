@@ -108,7 +108,7 @@ class CacheWorld:
         books = [
             TierBook(
                 number + 1, tier, is_exclusive=tier.type == "disk",
-                write_limit_bytes=max(1, self.slots // 4) * STORED, quotas=lambda _: None,
+                write_limit_bytes=self.slots // 2 * SLOT, quotas=lambda _: None,
             )
             for number, tier in enumerate(tiers)
         ]  # fmt: skip
