@@ -121,7 +121,8 @@ class TierWorkers:
         self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
-        self._stopping = False
+        self.is_stopping = False
+        """Nothing is begun any more."""
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
             threading.Thread(target=loop, name=f"tier-{number}-{name}", daemon=True)
@@ -170,7 +171,7 @@ class TierWorkers:
         """The threads have ended, or hang in a call that has a timeout of its own; queued jobs are
         dropped.
         """
-        self._stopping = True
+        self.is_stopping = True
         for queue in (self._reads, self._writes):
             with suppress(Empty):
                 while True:
@@ -286,12 +287,12 @@ class TierWorkers:
         removed = 0
         left = iter(keys)
         try:
-            while not self._stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
+            while not self.is_stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
                 removed += self._tier.remove(batch)
         except TierError as error:
             self._done(Failed(str(error)), Cleared(clear_id, removed, False))
             return
-        self._done(Cleared(clear_id, removed, not self._stopping))
+        self._done(Cleared(clear_id, removed, not self.is_stopping))
 
 
 def waker() -> tuple[int, Callable[[], None]]:

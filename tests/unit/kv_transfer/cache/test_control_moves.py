@@ -200,6 +200,19 @@ def test_operators_do_not_use_chunks() -> None:
     assert set(host.stores["redis"]) == set(KEYS[:3])
 
 
+def test_a_load_that_is_read_for_long_is_over_once() -> None:
+    """Its reader has its chunks and goes on after its time: nothing is left to wake up for."""
+    host = stored(DISK)
+    opened = OpenChunks(load_id=1, keys=b"".join([*KEYS, *chain(1, salt=9)]), limit_s=1.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    host.run()
+    host.pass_time(2.0)
+    assert host.book.next_deadline(host.now) > host.now
+    assert host.stat().arena.leased == 6
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    assert host.stat().arena.leased == 0
+
+
 # -- move ----------------------------------------------------------------------------------------
 
 
