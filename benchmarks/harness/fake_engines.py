@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 
 import uvloop
 
 MODEL = "fake"
 SECRET = "5a" * 32
+HELD_MARKS = 10_000
 EVENTS = [
     b'data: {"id":"cmpl-x","object":"text_completion","created":1,"model":"fake","choices":'
     b'[{"index":0,"text":" token%02d","logprobs":null,"finish_reason":null}]}\n\n' % number
@@ -97,12 +99,19 @@ async def serve_engine(port: int) -> None:
 
 
 async def serve_agents(router_port: int, prefill_port: int, decode_port: int) -> None:
-    """Speak to our router for both engines, twice a second, until killed."""
+    """Speak to our router for both engines, twice a second, until killed. Their prefix caches hold
+    many beginnings, none of them of a prompt that is asked for.
+    """
     import aiohttp
     import msgspec
 
     from splitserve.orchestrator.agent.auth import agent_token
-    from splitserve.orchestrator.agent.messages import AgentHello, NodeDescription, NodeState
+    from splitserve.orchestrator.agent.messages import (
+        AgentHello,
+        NodeDescription,
+        NodePrefixes,
+        NodeState,
+    )
 
     headers = {"Authorization": f"Bearer {agent_token(bytes.fromhex(SECRET))}"}
     url = f"http://127.0.0.1:{router_port}/internal/agents"
@@ -123,12 +132,21 @@ async def serve_agents(router_port: int, prefill_port: int, decode_port: int) ->
             tensor_parallel=1,
             transport="tcp",
             fingerprint={"weights": "w"},
+            reports_prefixes=True,
         )
         state = NodeState(
             node=role, incarnation=role, phase="ready", free_blocks=blocks, total_blocks=blocks
         )
         async with session.ws_connect(url, headers=headers) as ws:
             await ws.send_str(msgspec.json.encode(AgentHello(description=node, role=role)).decode())
+            held = NodePrefixes(
+                node=role,
+                incarnation=role,
+                is_first=True,
+                added=random.Random(role).randbytes(8 * HELD_MARKS),
+                tokens=(128,) * HELD_MARKS,
+            )
+            await ws.send_str(msgspec.json.encode(held).decode())
             while not ws.closed:
                 await ws.send_str(msgspec.json.encode(state).decode())
                 await asyncio.sleep(0.5)

@@ -42,12 +42,23 @@ class ArenaBook:
         self.arena = arena
         self.index: TierIndex[Chunk] = TierIndex(0, policy, ttl_s, quotas)
         self.departing = 0
+        self._reserved = 0
+        self._leases = 0
         self._on_evicted = on_evicted
 
     def cut(self, chunk_bytes: int) -> None:
         """Chunks have this size from now on."""
         self.arena.cut(chunk_bytes)
         self._set_capacity()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether slots may come free by themselves: somebody holds one, or the memory is not all
+        there yet.
+        """
+        arena = self.arena
+        is_growing = arena.touched_bytes < arena.size_bytes and arena.failure is None
+        return bool(self._reserved or self._leases or self.departing) or is_growing
 
     def reserve(self, key: bytes, parent: bytes, blank: Chunk) -> ArenaEntry | None:
         """A slot for a chunk that will be written, in the entry's value; None when all are held.
@@ -65,6 +76,7 @@ class ArenaBook:
             if offset is None:
                 return None  # The memory is not there yet: the arena has just been made.
             chunk = replace(blank, offset=offset)
+            self._reserved += 1
             return self.index.reserve(key, parent, slot_bytes, tenant_of(key).hex(), chunk)
         return None
 
@@ -72,15 +84,23 @@ class ArenaBook:
         """The reserved slot holds a whole chunk, which look-ups find from now on."""
         assert entry.value.offset == chunk.offset
         entry.value = chunk
+        self._reserved -= 1
         self.index.publish(entry, now)
 
     def withdraw(self, entry: ArenaEntry) -> None:
         """The reserved slot is not written any more and holds nothing."""
+        self._reserved -= 1
         self.index.withdraw(entry)
         self.arena.give_back(entry.value.offset)
 
+    def lease(self, entry: ArenaEntry, *, is_use: bool = True) -> None:
+        """One reader more: the slot keeps its content until ``release``."""
+        self._leases += 1
+        self.index.lease(entry, is_use=is_use)
+
     def release(self, entry: ArenaEntry) -> None:
         """One reader less."""
+        self._leases -= 1
         if self.index.release(entry):
             self.arena.give_back(entry.value.offset)
 

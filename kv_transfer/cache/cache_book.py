@@ -13,7 +13,6 @@ from splitserve.kv_transfer.cache.book_effects import (
     AskTier,
     Effect,
     ProbeTier,
-    RemoveChunks,
     Send,
 )
 from splitserve.kv_transfer.cache.chunk import Chunk
@@ -143,7 +142,8 @@ class CacheBook:
         for ask_id in [a for a, pending in self._pending.items() if pending.client == client]:
             del self._pending[ask_id]
         self.saves.client_gone(client, now)
-        return self.loads.client_gone(client, now) + self._take_late()
+        effects = self.loads.client_gone(client, now)
+        return effects + self.loads.feed(now) + self._take_late()
 
     def lookup(self, client: int, message: Lookup, now: float) -> list[Effect]:
         """How many leading chunks are there, and where."""
@@ -177,7 +177,9 @@ class CacheBook:
         return self._ask_next(pending, now)
 
     def open(self, client: int, message: OpenChunks, now: float) -> list[Effect]:
-        """A worker wants to read chunks."""
+        """A worker wants to read chunks. Raises ``ValueError`` before any engine has come."""
+        if self.geometry is None:
+            raise ValueError("chunks are opened before a hello")
         keys = split_keys(message.keys)
         until = now + message.limit_s
         return self.loads.open(client, message.load_id, keys, until, now) + self._take_late()
@@ -219,13 +221,24 @@ class CacheBook:
     # -- tiers ---------------------------------------------------------------------------------
 
     def was_read(
-        self, tier: int, key: bytes, chunk: Chunk | None, elapsed_s: float, now: float
+        self,
+        tier: int,
+        key: bytes,
+        chunk: Chunk | None,
+        elapsed_s: float,
+        now: float,
+        *,
+        has_failed: bool = False,
     ) -> list[Effect]:
-        """A tier has brought a chunk, or did not have it (whole)."""
+        """A tier has brought a chunk, or did not have it (whole), or has failed: then it may still
+        have it.
+        """
         book = self._by_number[tier]
         if chunk is None:
             book.counters["misses"] += 1
-            book.forget([key])
+            if not has_failed:
+                book.forget([key])
+                self.unmark([key])
         else:
             book.counters["hits"] += 1
             size = chunk.geometry.chunk_bytes
@@ -244,6 +257,8 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
+        if outcome != "written":
+            self.unmark([key])
         return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
@@ -272,8 +287,7 @@ class CacheBook:
         self.arena.drop(key)
         effects: list[Effect] = []
         for tier in self.tiers:
-            tier.forget([key])
-            effects.append(RemoveChunks(tier.number, [key]))
+            effects.append(tier.remove([key]))
         self.unmark([key])
         return effects
 
@@ -301,7 +315,7 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.index.lease(entry, is_use=False)
+        self.arena.lease(entry, is_use=False)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True
@@ -350,6 +364,11 @@ class CacheBook:
             return (
                 f"the cache server speaks version {PROTOCOL_VERSION}, this engine "
                 f"{message.version}: restart what is older"
+            )
+        if not -1 <= message.rank < message.ranks or message.geometry.heads % message.ranks:
+            return (
+                f"rank {message.rank} of {message.ranks} cannot hold an equal part of the "
+                f"{message.geometry.heads} heads of a chunk"
             )
         if message.geometry.chunk_tokens != self.settings.chunk_tokens:
             return (

@@ -36,7 +36,9 @@ class ChunkCodec:
     def sealed(
         self, key: bytes, parent: bytes, chunk: Chunk, body: memoryview
     ) -> tuple[memoryview, memoryview]:
-        """Header and body as they are stored."""
+        """Header and body as they are stored. Raises ``BadChunkError`` when the header has no room
+        for the model's checksums.
+        """
         header = Header(
             key=key,
             model=chunk.model,
@@ -51,7 +53,10 @@ class ChunkCodec:
             header = self._sealer.seal(header, body, hidden)
             body = hidden
         buffer = new_header()
-        buffer[:] = encode_header(header)
+        try:
+            buffer[:] = encode_header(header)
+        except ValueError as error:
+            raise BadChunkError(f"chunk {key.hex()} cannot be stored: {error}") from error
         return buffer, body
 
     def opened(self, key: bytes, offset: int, header: memoryview, body: memoryview) -> Chunk:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from splitserve.kv_transfer.cache.book_effects import ListTier, RemoveChunks
 from splitserve.kv_transfer.cache.control_messages import Done, LookedUp
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -253,7 +254,8 @@ class MoveWork:
 
     def _write(self, entry: ArenaEntry) -> bool:
         """The chunk is being written, or cannot be; False while others have to be first."""
-        if not self._target.can_queue(self._book.chunk_bytes) and self._target.writing:
+        size_bytes = HEADER_BYTES + self._book.chunk_bytes
+        if self._target.writing and not self._target.can_queue(size_bytes):
             return False
         if self._book.write_to(self._target, entry):
             self._writing.add(entry.key)

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 """Between two attempts to connect."""
 GREETING_S = 5.0
-"""How long the server may take to answer a hello."""
+"""How long the server may take to answer a hello; nothing else waits for it."""
 PACKETS_PER_TURN = 64
 IDLE_WAIT_S = 0.5
 STOP_DEADLINE_S = 5.0
@@ -74,10 +74,11 @@ class CacheThread:
         self._loads = WorkerLoads(copier)
         self._saves = WorkerSaves(copier)
         self._connection: socket.socket | None = None
+        self._greeting: socket.socket | None = None
+        """A connection whose hello has not been answered."""
         self._receiver: packets.Receiver[FromServer] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
         self._arena: Mapping | None = None
-        self._server = ""
         self._greet_until = 0.0
         self._next_try = 0.0
         self._is_refused = False
@@ -87,6 +88,7 @@ class CacheThread:
         self._loaded: list[Loaded] = []
         self._saved: list[int] = []
         self._counters: dict[str, float] = {}
+        self._step = 0
         self._step_saves = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -102,6 +104,7 @@ class CacheThread:
 
     def begin_step(self, orders: CacheOrders) -> None:
         """Tell the thread what this step is about, before its forward pass."""
+        self._step = orders.step
         self._step_saves = any(not save.is_final for save in orders.saves)
         if not orders.is_empty:
             self._command("orders", orders)
@@ -122,9 +125,10 @@ class CacheThread:
         if self._failure is not None:
             raise RuntimeError(f"the cache thread has died: {self._failure}") from self._failure
         with self._lock:
-            news = CacheNews(tuple(self._loaded), tuple(self._saved))
+            news = CacheNews(tuple(self._loaded), tuple(self._saved), self._step)
             self._loaded.clear()
             self._saved.clear()
+        self._step = 0
         return news
 
     def counters(self) -> dict[str, float]:
@@ -166,8 +170,7 @@ class CacheThread:
         if self._commands:
             return
         readable: list[Any] = [self._wakeup]
-        if self._connection is not None:
-            readable.append(self._connection)
+        readable += [c for c in (self._connection, self._greeting) if c is not None]
         until = min(
             self._loads.next_deadline(), self._saves.next_deadline(), monotonic() + IDLE_WAIT_S
         )
@@ -176,13 +179,15 @@ class CacheThread:
     def _turn(self, now: float) -> None:
         with suppress(BlockingIOError):  # Woken by something else.
             os.eventfd_read(self._wakeup)
-        if self._connection is None and now >= self._next_try and not self._is_refused:
+        if self._greeting is not None:
+            self._hear_greeting(self._greeting, now)
+        elif self._connection is None and now >= self._next_try and not self._is_refused:
             self._connect(now)
         try:
             self._carry_out(now)
             self._receive()
             self._advance(monotonic())
-        except packets.PeerGoneError as error:
+        except (packets.PeerGoneError, packets.BadPacketError) as error:
             self._disconnect(str(error))
         self._publish()
 
@@ -190,12 +195,14 @@ class CacheThread:
         while self._commands:
             name, argument = self._commands.popleft()
             if name == "orders":
-                is_there = self._server != ""
-                for load in argument.loads:
-                    message = self._loads.begin(load, now, is_there=is_there)
-                    self._send(message)
-                for save in argument.saves:
-                    self._send(self._saves.begin(save, now, is_there=is_there))
+                is_there = self._connection is not None
+                # All begin before anything is sent: a server that is gone must end each of them.
+                questions: list[object | None] = [
+                    *(self._loads.begin(load, now, is_there=is_there) for load in argument.loads),
+                    *(self._saves.begin(save, now, is_there=is_there) for save in argument.saves),
+                ]
+                for question in questions:
+                    self._send(question)
             elif name == "layer":
                 self._saves.layer_final(argument)
             else:
@@ -234,17 +241,38 @@ class CacheThread:
             connection = packets.connect(self._config.socket_path)
         except packets.PeerGoneError:
             return
+        self._greeting, self._greet_until = connection, now + GREETING_S
         try:
             packets.send(connection, self._hello)
-            connection.settimeout(GREETING_S)
-            packet, descriptor = packets.receive_with_descriptor(connection)
-            connection.setblocking(False)
-            greeting = self._decoder.decode(packet)
-        except (packets.PeerGoneError, msgspec.DecodeError) as error:
-            logger.warning("the cache server at %s: %s", self._config.socket_path, error)
-            connection.close()
+        except packets.PeerGoneError as error:
+            self._not_greeted(error)
+
+    def _hear_greeting(self, connection: socket.socket, now: float) -> None:
+        try:
+            found = packets.receive_with_descriptor(connection)
+        except packets.PeerGoneError as error:
+            self._not_greeted(error)
             return
+        if found is None:
+            if now >= self._greet_until:
+                self._not_greeted(f"no answer to a hello within {GREETING_S:g} s")
+            return
+        packet, descriptor = found
+        try:
+            greeting = self._decoder.decode(packet)
+        except msgspec.DecodeError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            self._not_greeted(error)
+            return
+        self._greeting = None
         self._greeted(connection, greeting, descriptor)
+
+    def _not_greeted(self, reason: object) -> None:
+        logger.warning("the cache server at %s: %s", self._config.socket_path, reason)
+        if self._greeting is not None:
+            self._greeting.close()
+            self._greeting = None
 
     def _greeted(self, connection: socket.socket, greeting: object, descriptor: int | None) -> None:
         if not isinstance(greeting, Arena) or descriptor is None or greeting.refusal:
@@ -261,7 +289,6 @@ class CacheThread:
             os.close(descriptor)
         self._connection = connection
         self._receiver = packets.Receiver(connection, self._decoder)
-        self._server = greeting.server
         self._loads.counters["connections"] += 1
         logger.info("the cache of this host has an arena of %d bytes", greeting.size_bytes)
 
@@ -270,8 +297,9 @@ class CacheThread:
         if self._connection is not None:
             logger.warning("without the cache for now: %s", reason)
             self._connection.close()
-        self._connection = self._receiver = None
-        self._server = ""
+        if self._greeting is not None:
+            self._greeting.close()
+        self._connection = self._receiver = self._greeting = None
         self._loads.lost(monotonic())
         self._saves.lost()
         if self._arena is not None:

@@ -9,13 +9,14 @@ are *held* in the engine's pool, as if one more request used them, so a save del
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from splitserve.kv_transfer.cache.costs import FetchCosts
-from splitserve.kv_transfer.cache.keys import chunk_keys, root_key
+from splitserve.kv_transfer.cache.costs import STEP_LEAST_TOKENS, FetchCosts
+from splitserve.kv_transfer.cache.keys import KeyChain, root_key
 from splitserve.kv_transfer.cache.lookup_client import NOTHING, Hits
 from splitserve.kv_transfer.cache.orders import CacheOrders, LoadOrder, SaveOrder
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.5e-3
 """How long the scheduler waits for the answer to a look-up before it goes on without."""
 LOADS_PER_REQUEST_LIMIT = 2
+STEPS_LIMIT = 16
+"""Steps that are planned and not reported."""
+CHUNKS_PER_SAVE_LIMIT = 1_024
+MARKS_PER_SAVE_LIMIT = 1_024
+"""More would not fit into one message to the server; a longer save is several."""
 
 
 class Lookups(Protocol):
@@ -75,16 +81,16 @@ class CachedPrompt:
     """One request."""
 
     prompt_tokens: int
-    root: bytes
-    media: tuple[Media, ...]
+    chain: KeyChain
     marks: tuple[Mark, ...]
-    keys: list[bytes]
     lookup_id: int | None
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
     """Chunks behind this one have failed to come."""
     loads: int = 0
+    was_parked: bool = False
+    """It has waited for tokens from outside; asked again, they did not come."""
     offered: tuple[int, int] = (0, 0)
     """Tokens: from where to where the last answer to the scheduler reaches."""
     first_chunk: int = 0
@@ -139,8 +145,11 @@ class EngineCache:
         self._open_loads: dict[int, OpenLoad] = {}
         self._held_bytes = 0
         self._count = 0
-        self._step_prompt_tokens = 0
-        self._step_began = 0.0
+        self._planned_tokens = 0
+        """Prompt tokens of the step that is being planned."""
+        self._steps: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        """Number of a step to its prompt tokens and when it was planned, until it is reported."""
+        self._reported_at = 0.0
         self.costs = FetchCosts(geometry.chunk_tokens, geometry.chunk_bytes)
         self.counters: defaultdict[str, float] = defaultdict(float)
 
@@ -158,26 +167,30 @@ class EngineCache:
         of who has sent it.
         """
         root = root_key(self._model, tenant, identity.salt, identity.adapter)
-        keys = chunk_keys(root, prompt, self._chunk_tokens, media=identity.media)
+        chain = KeyChain(root, self._chunk_tokens, identity.media)
+        keys = chain.extend(prompt)
         lookup_id = self._lookups.ask(keys) if keys else None
         self._prompts[request_id] = CachedPrompt(
-            len(prompt), root, identity.media, tuple(marks), keys, lookup_id,
-            hits=NOTHING if lookup_id is None else None,
-        )  # fmt: skip
+            len(prompt), chain, tuple(marks), lookup_id, NOTHING if lookup_id is None else None
+        )
 
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Prompt tokens behind ``computed_tokens`` (whole blocks) that are loaded; None: ask again
         in a moment. Asking has no effect; it may be repeated.
         """
         prompt = self._prompts.get(request_id)
-        if prompt is None or prompt.loads >= LOADS_PER_REQUEST_LIMIT:
+        if prompt is None:
             return 0
+        prompt.offered = (computed_tokens, computed_tokens)
+        if prompt.loads >= LOADS_PER_REQUEST_LIMIT:
+            return 0
+        if prompt.was_parked:
+            self._ask_again(prompt)
         hits = self._hits(prompt)
         if hits is None:
             return None
         first = computed_tokens // self._chunk_tokens
         tiers = hits.tiers[first : prompt.limit_chunks]
-        prompt.offered = (computed_tokens, computed_tokens)
         if not tiers or (first + len(tiers)) * self._chunk_tokens <= computed_tokens:
             return 0
         skipped = computed_tokens - first * self._chunk_tokens
@@ -196,6 +209,7 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or not external_tokens:
             return 0
+        prompt.was_parked = True
         start, end = prompt.offered
         if end <= start:
             return 0
@@ -213,7 +227,7 @@ class EngineCache:
         self._loads.append(LoadOrder(
             load_id=self._count,
             request_id=request_id,
-            keys=b"".join(prompt.keys[first:last]),
+            keys=b"".join(prompt.chain.keys[first:last]),
             first_block=skipped // self._block_tokens,
             block_ids=tuple(block_ids[start // self._block_tokens : end // self._block_tokens]),
             limit_s=self._config.load_timeout_s,
@@ -229,9 +243,9 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or computed_before >= prompt.prompt_tokens:
             return
-        self._step_prompt_tokens += min(tokens, prompt.prompt_tokens - computed_before)
+        self._planned_tokens += min(tokens, prompt.prompt_tokens - computed_before)
         self._note_known(prompt)
-        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.keys))
+        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.chain.keys))
         if whole > prompt.saved:
             self._save(prompt, whole, block_ids, is_final=False)
 
@@ -239,22 +253,21 @@ class EngineCache:
         self, request_id: str, computed_tokens: int, tokens: Sequence[int], block_ids: Sequence[int]
     ) -> None:
         """The engine is done with the request. Its first ``computed_tokens`` tokens have their KV
-        in ``block_ids``; ``tokens`` are those of prompt and answer.
+        in ``block_ids``, but for the last one of ``tokens`` (prompt and answer): an engine that
+        plans ahead counts that one before it is computed.
         """
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
         if prompt.lookup_id is not None:
             self._lookups.forget(prompt.lookup_id)
+        computed_tokens = min(computed_tokens, len(tokens) - 1)
         if not self._config.save_generated:
             computed_tokens = min(computed_tokens, prompt.prompt_tokens)
         whole = computed_tokens // self._chunk_tokens
         if whole <= prompt.saved or computed_tokens < prompt.prompt_tokens:
             return
-        prompt.keys = chunk_keys(
-            prompt.root, tokens[:computed_tokens], self._chunk_tokens,
-            media=prompt.media, known=prompt.keys,
-        )  # fmt: skip
+        prompt.chain.extend(tokens[:computed_tokens])
         self._note_known(prompt)
         if whole > prompt.saved and not self._save(prompt, whole, block_ids, is_final=True):
             self.counters["chunks_shed"] += whole - prompt.saved
@@ -270,21 +283,32 @@ class EngineCache:
 
     def take_orders(self) -> CacheOrders:
         """What the workers must know before the coming step."""
-        orders = CacheOrders(tuple(self._loads), tuple(self._saves))
+        step = 0
+        if self._planned_tokens >= STEP_LEAST_TOKENS:
+            self._count += 1
+            step = self._count
+            self._steps[step] = (self._planned_tokens, monotonic())
+            while len(self._steps) > STEPS_LIMIT:
+                self._steps.popitem(last=False)
+        self._planned_tokens = 0
+        orders = CacheOrders(tuple(self._loads), tuple(self._saves), step)
         self._loads.clear()
         self._saves.clear()
-        self._step_began = monotonic()
         return orders
 
     def step_reported(self, news_of_ranks: Iterable[CacheNews]) -> None:
-        """What the workers' cache threads have ended."""
-        self.costs.step_took(self._step_prompt_tokens, monotonic() - self._step_began)
-        self._step_prompt_tokens = 0
+        """What the workers' cache threads have ended in a step."""
+        now = monotonic()
         for news in news_of_ranks:
+            if news.step in self._steps:
+                # An engine may plan a step while the one before it runs.
+                tokens, planned_at = self._steps.pop(news.step)
+                self.costs.step_took(tokens, now - max(planned_at, self._reported_at))
             for save_id in news.saved:
                 self._saved(save_id)
             for loaded in news.loaded:
                 self._loaded(loaded)
+        self._reported_at = now
 
     def status(self) -> Mapping[str, float]:
         """Counters and estimates for the agent. May be called from any thread."""
@@ -310,9 +334,18 @@ class EngineCache:
             prompt.hits = self._lookups.answer(prompt.lookup_id, wait_s)
             if prompt.hits is not None:
                 prompt.lookup_id = None
-                self.counters["asked_chunks"] += len(prompt.keys)
+                self.counters["asked_chunks"] += len(prompt.chain.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
+
+    def _ask_again(self, prompt: CachedPrompt) -> None:
+        """What was to come from outside has failed: the prefill node, or another engine, may have
+        saved more of the prompt meanwhile.
+        """
+        prompt.was_parked = prompt.has_waited = False
+        if prompt.lookup_id is None and prompt.chain.keys:
+            prompt.lookup_id = self._lookups.ask(prompt.chain.keys)
+            prompt.hits = None if prompt.lookup_id is not None else NOTHING
 
     def _note_known(self, prompt: CachedPrompt) -> None:
         """Chunks that the look-up found need not be saved."""
@@ -324,6 +357,10 @@ class EngineCache:
         self, prompt: CachedPrompt, whole: int, block_ids: Sequence[int], *, is_final: bool
     ) -> bool:
         """Chunks up to ``whole`` are being saved; False when too much waits already."""
+        while whole - prompt.saved > CHUNKS_PER_SAVE_LIMIT:
+            part = prompt.saved + CHUNKS_PER_SAVE_LIMIT
+            if not self._save(prompt, part, block_ids, is_final=is_final):
+                return False
         first = prompt.saved
         size = (whole - first) * self._chunk_bytes
         if self._held_bytes and self._held_bytes + size > self._config.save_limit_bytes:
@@ -337,8 +374,8 @@ class EngineCache:
         self._open_saves[self._count] = OpenSave(ids, size)
         self._saves.append(SaveOrder(
             save_id=self._count,
-            parent=prompt.keys[first - 1] if first else b"",
-            keys=b"".join(prompt.keys[first:whole]),
+            parent=prompt.chain.keys[first - 1] if first else b"",
+            keys=b"".join(prompt.chain.keys[first:whole]),
             block_ids=ids,
             is_final=is_final,
             marks=self._marks(prompt, first, whole),
@@ -349,7 +386,8 @@ class EngineCache:
     def _marks(self, prompt: CachedPrompt, first: int, whole: int) -> tuple[tuple[int, Mark], ...]:
         """Marks whose tokens end in these chunks, each with its chunk's index."""
         found = ((mark.tokens // self._chunk_tokens - 1, mark) for mark in prompt.marks)
-        return tuple((i - first, mark) for i, mark in found if first <= i < whole)
+        inside = ((i - first, mark) for i, mark in found if first <= i < whole)
+        return tuple(itertools.islice(inside, MARKS_PER_SAVE_LIMIT))
 
     def _saved(self, save_id: int) -> None:
         save = self._open_saves[save_id]
@@ -366,14 +404,14 @@ class EngineCache:
             return
         del self._open_loads[loaded.load_id]
         elapsed_s = max(each.elapsed_s for each in load.ended)
-        self.counters["load_seconds"] += elapsed_s
+        self.counters["load_outcome_seconds"] += elapsed_s
         good = min(each.chunks for each in load.ended)
         prompt = self._prompts.get(load.request_id)
         if prompt is None:
             return
         if good < loaded.wanted:
-            self.counters["loads_failed"] += 1
             prompt.limit_chunks = prompt.first_chunk + good
+            prompt.saved = min(prompt.saved, prompt.limit_chunks)
         elif prompt.hits is not None:
             first = prompt.first_chunk
             if not any(prompt.hits.tiers[first : first + good]):

@@ -107,7 +107,10 @@ class LeafOrder:
 
     def offer(self, entry: Entry[Any]) -> None:
         """``entry`` is evictable, by its present use and hits."""
-        self._put(entry)
+        self._offers += 1
+        self._items += 1
+        level = entry.hits if entry.hits < self._top else self._top
+        heappush(self._queues[level], (entry.last_use, self._offers, entry))
         if self._items > self._limit:
             self._drop_outdated()
 
@@ -119,6 +122,8 @@ class LeafOrder:
         best: list[tuple[int, int, Entry[Any]]] | None = None
         oldest = -1.0
         for level, weight in enumerate(self._weights):
+            if not self._queues[level]:
+                continue
             head = self._head(level)
             while head is not None and head is keep:
                 self._pop(self._queues[level])
@@ -132,10 +137,11 @@ class LeafOrder:
         return chosen
 
     def _put(self, entry: Entry[Any]) -> None:
+        """As ``offer``, for an item in place of another."""
         self._offers += 1
         self._items += 1
-        queue = self._queues[min(entry.hits, self._top)]
-        heappush(queue, (entry.last_use, self._offers, entry))
+        level = min(entry.hits, self._top)
+        heappush(self._queues[level], (entry.last_use, self._offers, entry))
 
     def _head(self, level: int) -> Entry[Any] | None:
         """First chunk of a queue; items before it that are outdated are gone or in their place.
@@ -147,7 +153,9 @@ class LeafOrder:
         while queue:
             last_use, _, entry = queue[0]
             if entry.is_evictable:
-                if last_use == entry.last_use and level == min(entry.hits, self._top):
+                if last_use == entry.last_use and (
+                    level == entry.hits or level == self._top < entry.hits
+                ):
                     return entry
                 self._pop(queue)
                 self._put(entry)

@@ -203,8 +203,7 @@ class TierIndex(Generic[V]):
             entry.hits = self._policy.ghost_level
         self._reserved[key] = entry
         self._count(entry)
-        if parent_key:
-            self._link(entry)
+        self._link(entry)
         return entry
 
     def publish(self, entry: Entry[V], now: float, marks: tuple[object, ...] = ()) -> None:
@@ -361,9 +360,9 @@ class TierIndex(Generic[V]):
 
     def _offer(self, entry: Entry[V]) -> None:
         """``entry`` may have become evictable."""
-        if entry.is_evictable:
+        if not (entry.children or entry.leases) and entry.is_evictable:
             self._order.offer(entry)
-            if (order := self._tenant_orders.get(entry.tenant)) is not None:
+            if self._tenant_orders and (order := self._tenant_orders.get(entry.tenant)) is not None:
                 order.offer(entry)
 
     def _evict(
@@ -421,8 +420,9 @@ class TierIndex(Generic[V]):
     def _forget(self, entry: Entry[V], reason: str) -> None:
         """``entry`` will not come back; what follows it is orphaned."""
         self.gone[reason] += 1
-        self._by_age.pop(entry.key, None)
-        self._overdue_pins.pop(entry.key, None)
+        if self._ttl_s is not None:
+            self._by_age.pop(entry.key, None)
+            self._overdue_pins.pop(entry.key, None)
         self._orphan_children(entry)
 
     def _orphan_children(self, entry: Entry[V]) -> None:
@@ -452,9 +452,11 @@ class TierIndex(Generic[V]):
                 del self._orphans[entry.parent_key]
             return
         parent.children -= 1
-        parent.last_use = max(parent.last_use, entry.last_use)
-        parent.hits += entry.own_hits
-        parent.own_hits += entry.own_hits
+        if entry.last_use > parent.last_use:
+            parent.last_use = entry.last_use
+        if entry.own_hits:
+            parent.hits += entry.own_hits
+            parent.own_hits += entry.own_hits
         self._offer(parent)
 
     def _parent(self, entry: Entry[V]) -> Entry[V] | None:

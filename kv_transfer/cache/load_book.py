@@ -1,8 +1,10 @@
 """Chunks that clients want to read: held in the arena, or on their way into it. Pure.
 
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
-and is given up with it. Chunks that two clients want are read once. A read that finds no slot waits
-for one until its load's time is over.
+and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
+that of a chunk which its own load has brought and is done with, so a load may be larger than the
+arena (but not that of a prefetch, for which the prompt's beginning is worth most); else it waits
+for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
 from splitserve.kv_transfer.cache.keys import tenant_of
-from splitserve.kv_transfer.cache.messages import Ready, ReadyChunk
+from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
     from splitserve.kv_transfer.cache.chunk import Chunk
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
+READING_SLOTS_SHARE = 2
+"""One in so many slots may be read into: a tier that hangs does not get all of them."""
+READY_CHUNK_BYTES = 320
+"""At most, of a chunk in a message, besides its checksums."""
 
 
 @dataclass(eq=False)
@@ -45,6 +51,8 @@ class Load:
     """Chunks that the client may read now, by index."""
     wanted: int = 0
     """Chunks before this index are asked for or answered."""
+    brought: set[int] = field(default_factory=set)
+    """Chunks that a tier has brought for it, and for which it has not given up the slot."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -56,6 +64,8 @@ class Reading:
     """A chunk on its way from a tier into a slot."""
 
     entry: ArenaEntry
+    tier: TierBook
+    """Which is reading."""
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
@@ -170,6 +180,7 @@ class LoadBook:
             while reading.tiers:
                 tier = reading.tiers.popleft()
                 if tier.is_usable:
+                    reading.tier = tier
                     return [ReadChunk(tier.number, key, reading.entry.value.offset)]
         del self._reading[key]
         if chunk is None:
@@ -183,6 +194,7 @@ class LoadBook:
         self._arena.publish(entry, chunk, now)
         effects = self._on_read(entry)
         for load, index in reading.waiters:
+            load.brought.add(index)
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
@@ -203,6 +215,7 @@ class LoadBook:
             if not load.is_over() or self._is_awaited(load):
                 first = min((i for i in range(load.end) if self._is_waiting(load, i)), default=0)
                 self.counters["late"] += 1
+                self._blame_tier(load, first, now)
                 effects += self._give_up(load, first)
         return effects
 
@@ -233,7 +246,11 @@ class LoadBook:
             if reading is None:
                 started = self._start_reading(load, index)
                 if started is None:
-                    self._starved[load.client, load.load_id] = load
+                    if self._arena.is_busy:
+                        self._starved[load.client, load.load_id] = load
+                    else:
+                        self.counters["without_room"] += 1
+                        effects += self._give_up(load, index)
                     break
                 effects += started
                 if key not in self._reading:
@@ -241,8 +258,8 @@ class LoadBook:
                 reading = self._reading[key]
             reading.waiters.append((load, index))
             load.wanted += 1
-        if ready:
-            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(ready))))
+        for part in _parts(ready):
+            effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
         if not load.holds and not self.is_fetching(load.load_id):
             self._forget(load)
         return effects
@@ -259,20 +276,48 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
+        if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
+            return None
         parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
+        if entry is None and load.client != NOBODY and self._recycle(load, index):
+            entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
         first = tiers.popleft()
-        self._reading[key] = Reading(entry, tiers)
+        self._reading[key] = Reading(entry, first, tiers)
         return [ReadChunk(first.number, key, entry.value.offset)]
+
+    def _blame_tier(self, load: Load, index: int, now: float) -> None:
+        """A tier that hangs reports no failure, and its slots are not free before it answers."""
+        reading = self._reading.get(load.keys[index]) if index < len(load.keys) else None
+        if reading is not None:
+            reading.tier.health.failed("no answer to a read within the time of its load", now)
+
+    def _recycle(self, load: Load, index: int) -> bool:
+        """Drop one chunk before ``index`` that a tier has brought for this load and that no load
+        needs any more; False when there is none. Eviction would not take it: a chunk goes after
+        those that follow it.
+        """
+        for number in sorted(load.brought):
+            key = load.keys[number]
+            entry = self._arena.index.get(key)
+            if number < index and (entry is None or not entry.is_held):
+                load.brought.discard(number)
+                if entry is not None and not self._is_wanted(key):
+                    return self._arena.drop(key)
+        return False
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """Whether some load has yet to ask for the chunk."""
+        return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
         if not load.holds:
             if not self.is_fetching(load.load_id):
                 self._forget(load)
             return []
-        if (load.client, load.load_id) not in self._loads:
+        if not self._is_open(load):
             return []
         self._lend(load, index, entry)
         if load.client == NOBODY:
@@ -280,13 +325,13 @@ class LoadBook:
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
 
     def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
-        self._arena.index.lease(entry, is_use=load.client != NOBODY)
+        self._arena.lease(entry, is_use=load.client != NOBODY)
         load.held[index] = entry
         self.counters["chunks_lent"] += load.client != NOBODY
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
-        if index >= load.end:
+        if index >= load.end or not self._is_open(load):
             return []
         missing = tuple(i for i in range(index, load.end) if i not in load.held)
         load.end = index
@@ -306,6 +351,9 @@ class LoadBook:
                 effects += self._go_on(load, now)
         return effects
 
+    def _is_open(self, load: Load) -> bool:
+        return self._loads.get((load.client, load.load_id)) is load
+
     def _is_waiting(self, load: Load, index: int) -> bool:
         if index >= load.wanted:
             return True
@@ -318,6 +366,14 @@ class LoadBook:
     def _forget(self, load: Load) -> None:
         self._loads.pop((load.client, load.load_id), None)
         self._starved.pop((load.client, load.load_id), None)
+
+
+def _parts(ready: list[ReadyChunk]) -> Iterator[list[ReadyChunk]]:
+    """As many chunks at a time as one message takes."""
+    if ready:
+        each = READY_CHUNK_BYTES + max(len(chunk.checksums) for chunk in ready)
+        count = max(1, CHUNKS_LIMIT_BYTES // each)
+        yield from (ready[start : start + count] for start in range(0, len(ready), count))
 
 
 def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:

@@ -104,15 +104,19 @@ class LookupClient:
         """What a look-up has found; None: not known yet. Waits for at most ``wait_s``. An answer
         is given once.
         """
-        if lookup_id not in self._found and lookup_id in self._open:
-            self._receive(wait_s)
+        until = monotonic() + wait_s
+        while lookup_id in self._open:
+            left_s = until - monotonic()
+            self._receive(max(0.0, left_s))
+            if left_s <= 0:
+                break
         found = self._found.pop(lookup_id, None)
         if found is not None:
             return found
-        until = self._open.get(lookup_id)
-        if until is None:
+        deadline = self._open.get(lookup_id)
+        if deadline is None:
             return NOTHING
-        if monotonic() < until:
+        if monotonic() < deadline:
             return None
         self.forget(lookup_id)
         self._was_silent()
@@ -152,7 +156,7 @@ class LookupClient:
         try:
             for message in self._receiver.messages(ANSWERS_PER_TURN):
                 self._take_up(message)
-        except packets.PeerGoneError as error:
+        except (packets.PeerGoneError, packets.BadPacketError) as error:
             self._lost(error)
 
     def _take_up(self, message: object) -> None:

@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 1
 MESSAGE_LIMIT_BYTES = 160 * 1024
 KEYS_LIMIT = 4_096
 """Keys of one message; longer prompts are looked up as far as that."""
+CHUNKS_LIMIT_BYTES = 96 * 1024
+"""What is said of chunks in one message: longer lists are cut into several messages."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -40,6 +40,8 @@ class CacheOrders(msgspec.Struct, frozen=True):
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
+    step: int = 0
+    """Number of a step whose duration says how fast the engine computes prompts; else 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -71,8 +73,16 @@ class CacheNews(msgspec.Struct, frozen=True):
     loaded: tuple[Loaded, ...] = ()
     saved: tuple[int, ...] = ()
     """Save ids whose blocks are not read any more."""
+    step: int = 0
+    """Of the orders with which the step began."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has ended."""
-        return not (self.loaded or self.saved)
+        """Nothing is to be told."""
+        return not (self.loaded or self.saved or self.step)
+
+    def followed_by(self, later: CacheNews) -> CacheNews:
+        """Both, as one."""
+        return CacheNews(
+            self.loaded + later.loaded, self.saved + later.saved, later.step or self.step
+        )

@@ -32,7 +32,11 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class PeerGoneError(ConnectionError):
-    """The other end has closed, cannot be reached, or says what cannot be read."""
+    """The other end has closed or cannot be reached."""
+
+
+class BadPacketError(ValueError):
+    """The other end says what cannot be read. It may well be alive."""
 
 
 def listen(path: str) -> socket.socket:
@@ -101,7 +105,7 @@ class Receiver(Generic[Message]):
 
     def messages(self, limit: int) -> Iterator[Message]:
         """The messages that are there, at most ``limit``. Raises ``PeerGoneError`` when the other
-        end has closed, or says what cannot be read.
+        end has closed, ``BadPacketError`` when it says what cannot be read.
         """
         for _ in range(limit):
             try:
@@ -115,15 +119,17 @@ class Receiver(Generic[Message]):
             try:
                 yield self._decode(self._view[:size])
             except msgspec.DecodeError as error:
-                raise PeerGoneError(f"a packet cannot be read: {error}") from error
+                raise BadPacketError(f"a packet cannot be read: {error}") from error
 
 
-def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None]:
-    """One packet and the descriptor that came with it. Raises ``PeerGoneError``; blocks as the
-    socket does.
+def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None] | None:
+    """One packet and the descriptor that came with it; None: there is none yet. Raises
+    ``PeerGoneError``.
     """
     try:
         packet, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT_BYTES, 1)
+    except BlockingIOError:
+        return None
     except OSError as error:
         raise PeerGoneError(f"the cache's socket has closed: {error}") from error
     if not packet:

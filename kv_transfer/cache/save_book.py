@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.chunk import Chunk
-from splitserve.kv_transfer.cache.keys import split_keys
+from splitserve.kv_transfer.cache.keys import KEY_BYTES, split_keys
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
@@ -72,7 +72,11 @@ class SaveBook:
         return len(self._open)
 
     def reserve(self, writer: Writer, message: Reserve, now: float) -> tuple[int, ...]:
-        """An offset per chunk, or why not."""
+        """An offset per chunk, or why not. Raises ``ValueError`` for a save id that is in use."""
+        if (writer.client, message.save_id) in self._saves:
+            raise ValueError(f"save {message.save_id} is open already")
+        if len(message.parent) not in (0, KEY_BYTES):
+            raise ValueError(f"a parent has no or {KEY_BYTES} bytes")
         keys = split_keys(message.keys)
         marks: dict[int, list[Mark]] = {}
         for index, mark in message.marks:
@@ -135,6 +139,8 @@ class SaveBook:
             same = reservation.engine == writer.engine and not reservation.is_void
             if not same or writer.rank in reservation.checksums:
                 return IS_THERE
+            if writer.client in reservation.holders:
+                return IS_THERE  # Two of its requests compute the same chunk: one writes it.
             reservation.holders.add(writer.client)
             return reservation
         if self._arena.index.get(key) is not None:

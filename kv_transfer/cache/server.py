@@ -7,6 +7,7 @@ what cannot be is cut off: its connection's end is the proof that it does not to
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import selectors
@@ -19,7 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
-from splitserve.kv_transfer.cache import packets
+from splitserve.kv_transfer.cache import messages, packets
 from splitserve.kv_transfer.cache import tier_workers as jobs
 from splitserve.kv_transfer.cache.arena import Arena
 from splitserve.kv_transfer.cache.book_effects import (
@@ -62,6 +63,8 @@ PACKETS_PER_TURN = 64
 UNREAD_LIMIT_MESSAGES = 4_096
 """Messages kept for a client that does not read; one that reads even less is cut off."""
 DISK_READERS, REMOTE_READERS = 2, 1
+WRITING_SHARE = 4
+"""One in so many bytes of the arena may wait to be written: tiers that hang do not get all."""
 
 
 @dataclass(eq=False)
@@ -92,6 +95,10 @@ class CacheServer:
         size = cpu.capacity_bytes if cpu is not None else settings.staging_bytes
         assert size is not None
         self.arena = Arena(size)
+        self._write_limit_bytes = min(
+            settings.write_queue_limit_bytes,
+            size // (WRITING_SHARE * max(1, len(tiers))),
+        )
         names = tier_names(tier.type for tier in settings.tiers)
         lower = [
             (name, tier)
@@ -120,6 +127,7 @@ class CacheServer:
             for effect in book.filled(codec.stored(tier), now)
         ]
         self._clients: dict[int, Client] = {}
+        self._arrivals = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._listener = packets.listen(settings.socket_path)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -134,7 +142,7 @@ class CacheServer:
             settings,
             name=name,
             is_exclusive=tier.capabilities.is_exclusive,
-            write_limit_bytes=self._settings.write_queue_limit_bytes,
+            write_limit_bytes=self._write_limit_bytes,
             quotas=lambda tenant: self.book.quota(name, tenant),
         )
 
@@ -184,14 +192,18 @@ class CacheServer:
                 logger.warning("turned a client away: %s", error)
                 connection.close()
                 return
-            number = connection.fileno()
+            # Never the number of an earlier one, which a tier's answer may still be meant for.
+            number = next(self._arrivals)
             client = Client(number, connection, packets.Receiver(connection, self._decoder))
             self._clients[number] = client
             self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _serve(self, client: Client) -> None:
+        if client.number not in self._clients:
+            return  # It has gone since the selector saw it.
         try:
-            self._flush(client)
+            if client.unsent:
+                self._flush(client)
             for message in client.receiver.messages(PACKETS_PER_TURN):
                 if not client.is_rejected:
                     self._carry_out(self._handle(client, message, monotonic()))
@@ -218,7 +230,7 @@ class CacheServer:
                 answer = book.hello(number, message)
                 if answer.refusal:
                     logger.warning("an engine cannot use the cache: %s", answer.refusal)
-                packets.send(client.connection, answer, self.arena.descriptor)
+                self._greet(client, answer)
                 return []
             case Manage():
                 return self._control.handle(number, message, now)
@@ -238,7 +250,10 @@ class CacheServer:
             case jobs.WasRead():
                 if result.was_broken:
                     book.was_broken(tier)
-                return book.was_read(tier, result.key, result.chunk, result.elapsed_s, now)
+                return book.was_read(
+                    tier, result.key, result.chunk, result.elapsed_s, now,
+                    has_failed=result.has_failed,
+                )  # fmt: skip
             case jobs.WasWritten():
                 return book.was_written(tier, result.key, result.outcome, now)
             case jobs.Failed():
@@ -283,6 +298,12 @@ class CacheServer:
 
     # -- clients -------------------------------------------------------------------------------
 
+    def _greet(self, client: Client, answer: messages.Arena) -> None:
+        try:
+            packets.send(client.connection, answer, self.arena.descriptor)
+        except packets.PeerGoneError as error:
+            self._reject(client, str(error))
+
     def _send(self, client: Client, message: object) -> None:
         if client.is_rejected:
             return
@@ -295,17 +316,21 @@ class CacheServer:
                 events = selectors.EVENT_READ | selectors.EVENT_WRITE
                 self._selector.modify(client.connection, events, client)
         except packets.PeerGoneError as error:
-            logger.info("client %d: %s", client.number, error)
-            self._drop(client)
+            self._reject(client, str(error))
 
     def _flush(self, client: Client) -> None:
-        while client.unsent and packets.send(client.connection, client.unsent[0]):
-            client.unsent.pop(0)
+        try:
+            while client.unsent and packets.send(client.connection, client.unsent[0]):
+                client.unsent.pop(0)
+        except packets.PeerGoneError as error:
+            self._reject(client, str(error))
         if not client.unsent:
             self._selector.modify(client.connection, selectors.EVENT_READ, client)
 
     def _reject(self, client: Client, reason: str) -> None:
-        """The client is told to go; its slots stay its own until it has closed its end."""
+        """The client is told to go; its slots stay its own until its end is read to have closed.
+        That a call has failed proves nothing: the process may be in the middle of a copy.
+        """
         if not client.is_rejected:
             logger.warning("client %d is cut off: %s", client.number, reason)
             client.is_rejected = True

@@ -11,6 +11,7 @@ from splitserve.kv_transfer.cache.book_effects import Effect, RemoveChunks, Writ
 from splitserve.kv_transfer.cache.index import TierIndex
 from splitserve.kv_transfer.cache.keys import tenant_of
 from splitserve.kv_transfer.cache.tier_health import TierHealth
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
+FULL_S = 60.0
+"""How long a disk that was full is taken to be smaller than configured."""
 WRITTEN_LIMIT_KEYS = 65_536
 """Keys that this host has written to a shared tier and remembers, so as not to write them again."""
 
@@ -42,12 +45,15 @@ class TierBook:
         """As in the configuration (``settings.tier_names``)."""
         self.health = TierHealth(is_remote=not is_exclusive)
         self.counters: Counter[str] = Counter()
-        capacity = settings.capacity_bytes or UNBOUNDED_BYTES
+        self._capacity_bytes = settings.capacity_bytes or UNBOUNDED_BYTES
         self.index: TierIndex[None] | None = (
-            TierIndex(capacity, settings.eviction, settings.ttl_s, quotas) if is_exclusive else None
+            TierIndex(self._capacity_bytes, settings.eviction, settings.ttl_s, quotas)
+            if is_exclusive
+            else None
         )
+        self._full_until = 0.0
         self.writing: dict[bytes, int] = {}
-        """Key to size of what was handed to the tier and has not been answered."""
+        """Key to stored size of what was handed to the tier and has not been answered."""
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
         self._written: dict[bytes, None] = {}
@@ -104,10 +110,10 @@ class TierBook:
 
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
-        size_bytes = chunk.geometry.chunk_bytes
+        size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if not self.can_queue(size_bytes):
+        if self.writing and not self.can_queue(size_bytes):
             self.counters["writes_shed"] += 1
             return None
         if self.index is None and not self._is_within_quota(tenant_of(key), size_bytes):
@@ -137,11 +143,17 @@ class TierBook:
             if len(self._written) > WRITTEN_LIMIT_KEYS:
                 del self._written[next(iter(self._written))]
             return []
-        room = self.index.make_room(size, tenant_of(key).hex())
+        room = self.index.make_room(size, tenant_of(key).hex(), parent)
         if room is None:
             return [RemoveChunks(self.number, [key])]
         self.index.add(key, parent, size, tenant_of(key).hex(), None, now)
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []
+
+    def remove(self, keys: Sequence[bytes]) -> RemoveChunks:
+        """The order that removes these, after what is being written of them has been."""
+        self.forget(keys)
+        self._void.update(key for key in keys if key in self.writing)
+        return RemoveChunks(self.number, list(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The store does not have these, or not any more."""
@@ -184,6 +196,9 @@ class TierBook:
         """What has outlived the tier's time goes."""
         if self.index is None:
             return []
+        if self._full_until and now >= self._full_until:
+            self._full_until = 0.0
+            self.index.capacity_bytes = self._capacity_bytes
         keys = [entry.key for entry in self.index.expire(now)]
         self.counters["expired"] += len(keys)
         return [RemoveChunks(self.number, keys)] if keys else []
@@ -197,9 +212,10 @@ class TierBook:
         return self.written_bytes_by_tenant[tenant.hex()] + waiting + size_bytes <= limit
 
     def _make_way(self, now: float) -> list[Effect]:
-        """The disk is fuller than its index says: the capacity is what fits."""
+        """The disk is fuller than its index says: the capacity is what fits, for a while."""
         assert self.index is not None
         self.counters["disk_full"] += 1
+        self._full_until = now + FULL_S
         self.index.capacity_bytes = max(self.index.used_bytes - 1, 0)
         room = self.index.make_room(0, "") or []
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []

@@ -52,12 +52,14 @@ class Asked(NamedTuple):
 
 
 class WasRead(NamedTuple):
-    """A chunk has been brought into its slot; None: the tier does not have it whole."""
+    """A chunk has been brought into its slot; None: it has not."""
 
     key: bytes
     chunk: Chunk | None
     elapsed_s: float
     was_broken: bool = False
+    has_failed: bool = False
+    """The tier could not be used: it may have the chunk."""
 
 
 class WasWritten(NamedTuple):
@@ -121,11 +123,14 @@ class TierWorkers:
         self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
+        self._failure: BaseException | None = None
         self.is_stopping = False
         """Nothing is begun any more."""
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
-            threading.Thread(target=loop, name=f"tier-{number}-{name}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(loop,), name=f"tier-{number}-{name}", daemon=True
+            )
             for name, loop in names
         ]
         for thread in self._threads:
@@ -134,7 +139,9 @@ class TierWorkers:
     # -- the server's thread -------------------------------------------------------------------
 
     def take_results(self) -> list[Result]:
-        """What has ended since the last call."""
+        """What has ended since the last call. Raises when a thread has died."""
+        if self._failure is not None:
+            raise RuntimeError(f"a thread of tier {self.number} has died") from self._failure
         taken = []
         while self._results:
             taken.append(self._results.popleft())
@@ -185,6 +192,15 @@ class TierWorkers:
             self._tier.close()
 
     # -- the tier's threads --------------------------------------------------------------------
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """A fault ends the server, which is started again, instead of one thread in silence."""
+        try:
+            loop()
+        except BaseException as error:
+            logger.exception("a thread of tier %d died", self.number)
+            self._failure = error
+            self._wake()
 
     def _read_loop(self) -> None:
         while (job := self._reads.get()) is not None:
@@ -252,7 +268,7 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)))
         for number in left:
-            self._done(WasRead(batch[number].key, None, 0.0))
+            self._done(WasRead(batch[number].key, None, 0.0, has_failed=True))
 
     def _was_read(
         self, job: ReadJob, buffers: ChunkBuffers, outcome: ReadOutcome, elapsed_s: float
@@ -274,6 +290,10 @@ class TierWorkers:
             outcome = self._tier.write([ChunkBuffers(job.key, header, body)])[0]
         except TierError as error:
             self._done(Failed(str(error)), WasWritten(job.key, "failed"))
+            return
+        except BadChunkError as error:
+            logger.warning("not written: %s", error)
+            self._done(WasWritten(job.key, "refused"))
             return
         self._done(WasWritten(job.key, "full" if outcome is WriteOutcome.FULL else "written"))
 

@@ -11,8 +11,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from splitserve.kv_transfer.cache.chunk_format import CHECKSUM_BYTES
 from splitserve.kv_transfer.cache.keys import KEY_BYTES
-from splitserve.kv_transfer.cache.messages import Commit, Reserve, Reserved
+from splitserve.kv_transfer.cache.messages import (
+    CHUNKS_LIMIT_BYTES,
+    Commit,
+    Reserve,
+    Reserved,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.orders import SaveOrder
     from splitserve.kv_transfer.cache.page_copier import PageCopier
 
+INDEX_BYTES = 8
+"""At most, of a chunk in a commit, besides its checksums."""
 ANSWER_LIMIT_S = 1.0
 """How long blocks are held for a server that does not answer."""
 
@@ -37,7 +45,8 @@ class Save:
     """Chunk to its slot; None before the server has answered."""
     sums: dict[int, list[bytes]] = field(default_factory=dict)
     """Per chunk, by layer."""
-    copied_layers: int = 0
+    copied: set[int] = field(default_factory=set)
+    """Layers that are in the slots."""
 
 
 class WorkerSaves:
@@ -46,6 +55,8 @@ class WorkerSaves:
     def __init__(self, copier: PageCopier) -> None:
         self._copier = copier
         self._layers = copier.geometry.layers
+        of_chunk = self._layers * CHECKSUM_BYTES + INDEX_BYTES
+        self._commit_chunks = max(1, CHUNKS_LIMIT_BYTES // of_chunk)
         self._open: dict[int, Save] = {}
         self._step: list[Save] = []
         """Saves whose blocks the running step computes."""
@@ -71,13 +82,13 @@ class WorkerSaves:
     def layer_final(self, layer: int) -> None:
         """The running step has left ``layer``."""
         for save in self._step:
-            save.final.add(layer)
+            if layer not in save.copied:
+                save.final.add(layer)
 
     def all_final(self) -> None:
         """The step is over: layers whose hook did not fire are final too."""
         for save in self._step:
-            done = set(range(save.copied_layers))
-            save.final.update(set(range(self._layers)) - done)
+            save.final.update(set(range(self._layers)) - save.copied)
         self._step.clear()
 
     def reserved(self, message: Reserved) -> Commit | None:
@@ -104,12 +115,14 @@ class WorkerSaves:
             for layer in sorted(save.final):
                 self._copy_layer(save, layer, arena)
             save.final.clear()
-            if save.copied_layers == self._layers:
+            if len(save.copied) == self._layers:
                 self._end(save)
                 self.counters["saved_chunks"] += len(save.offsets)
                 self.counters["saved_bytes"] += len(save.offsets) * self._copier.rank_bytes
-                written = tuple((i, b"".join(sums)) for i, sums in save.sums.items())
-                yield Commit(save_id=save.order.save_id, written=written)
+                written = [(i, b"".join(sums)) for i, sums in save.sums.items()]
+                for start in range(0, len(written), self._commit_chunks):
+                    part = tuple(written[start : start + self._commit_chunks])
+                    yield Commit(save_id=save.order.save_id, written=part)
 
     def expire(self, now: float) -> None:
         """Blocks are not held any longer for a server that does not answer."""
@@ -140,7 +153,7 @@ class WorkerSaves:
         for index, offset in save.offsets.items():
             ids = save.order.block_ids[index * blocks : (index + 1) * blocks]
             save.sums[index][layer] = self._copier.save_layer(arena, offset, layer, ids)
-        save.copied_layers += 1
+        save.copied.add(layer)
 
     def _end(self, save: Save) -> None:
         self._open.pop(save.order.save_id, None)

@@ -7,6 +7,7 @@ from importlib import metadata
 import click
 
 from splitserve.orchestrator.cli.cache import cache
+from splitserve.orchestrator.cli.cache_advice import advise
 from splitserve.orchestrator.cli.config import config
 from splitserve.orchestrator.cli.departures import drain, restart
 from splitserve.orchestrator.cli.doctor import doctor
@@ -33,6 +34,7 @@ def version() -> None:
 
 for command in (up, status, down, drain, restart, cache, quickstart, model, config, doctor):
     main.add_command(command)
+cache.add_command(advise)
 
 if __name__ == "__main__":
     main()

@@ -71,6 +71,8 @@ CHUNK_BYTES = GEOMETRY.chunk_bytes
 MODEL = bytes(range(32))
 ALICE, BOB = b"A" * 8, b"B" * 8
 CHUNKS = 12
+ARENA_BYTES = 12 << 20
+"""Much more than all chunks: of what is saved at once, none waits too long to be written."""
 
 R = TypeVar("R")
 
@@ -90,7 +92,7 @@ class ServerProcess:
             socket_path=self.socket_path,
             chunk_tokens=32,
             tiers=(
-                TierSettings(type="cpu", capacity_bytes=16 * CHUNK_BYTES, eviction="lru"),
+                TierSettings(type="cpu", capacity_bytes=ARENA_BYTES, eviction="lru"),
                 TierSettings(type="disk", capacity_bytes=room, url=str(folder / "one")),
                 TierSettings(
                     type="disk", capacity_bytes=room, url=str(folder / "two"), admission="never"

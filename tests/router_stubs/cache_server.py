@@ -37,6 +37,7 @@ from splitserve.kv_transfer.cache.messages import (
     FromServer,
     Manage,
     Managed,
+    Watch,
 )
 from splitserve.kv_transfer.cache.socket_path import short_address
 
@@ -153,6 +154,8 @@ def _serve(stub: CacheServerStub, server: socket.socket) -> None:
             if not packet:
                 continue
             message: FromClient = msgspec.msgpack.decode(packet, type=FromClient)
+            if isinstance(message, Watch):
+                continue  # Nothing comes and goes here.
             assert isinstance(message, Manage)
             wish = msgspec.msgpack.decode(message.arguments, type=ARGUMENTS[message.verb])
             stub.asked.append((message.verb, wish))

@@ -22,7 +22,13 @@ from urllib.parse import unquote
 
 import msgspec
 
-from splitserve.kv_transfer.cache.tiers.address import expand, read_options, split_url
+from splitserve.kv_transfer.cache.tiers.address import (
+    Count,
+    Seconds,
+    expand,
+    read_options,
+    split_url,
+)
 from splitserve.kv_transfer.cache.tiers.base import (
     CONNECT_TIMEOUT_S,
     OPERATION_TIMEOUT_S,
@@ -67,9 +73,9 @@ class RedisOptions(msgspec.Struct, frozen=True):
     prefix: str = "splitserve:"
     ca_file: str = ""
     """Certificates that sign the server's, for ``rediss://``; empty: those of the system."""
-    connections: int = 8
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    timeout_s: float = OPERATION_TIMEOUT_S
+    connections: Count = 8
+    connect_timeout_s: Seconds = CONNECT_TIMEOUT_S
+    timeout_s: Seconds = OPERATION_TIMEOUT_S
 
 
 class RedisTier:

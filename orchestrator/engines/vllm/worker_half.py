@@ -133,11 +133,13 @@ class WorkerHalf:
     def take_results(self) -> TransferResults:
         """What has finished since the last step."""
         if self._cache is not None:
-            self._cache_news = self._cache.take_news()
-        return self._joined.results(self._transfers.take_results(), self._cache_news)
+            news = self._cache.take_news()
+            self._cache_news = self._cache_news.followed_by(news)
+            return self._joined.results(self._transfers.take_results(), news)
+        return self._transfers.take_results()
 
     def take_cache_news(self) -> CacheNews:
-        """What the latest ``take_results`` has heard of the cache, once."""
+        """What ``take_results`` has heard of the cache since the last call."""
         news, self._cache_news = self._cache_news, CacheNews()
         return news
 

@@ -14,7 +14,7 @@ MARKS = [number.to_bytes(8, "big") for number in range(8)]
 """Of a prompt of 4,096 bytes and 512 tokens: 64 tokens apart."""
 LONG: dict[str, Any] = {
     "prompt_tokens": 512,
-    "marks": b"".join(MARKS),
+    "marks": tuple(MARKS),
     "prompt_bytes": 4_096,
 }
 
@@ -75,7 +75,7 @@ def test_without_marks_or_holders_nodes_take_turns() -> None:
     """As if there were no index."""
     driver = Cluster("p0", "p1", "d0")
     driver.hold("p1", 6)
-    turns = [driver.pair(f"r{n}", marks=b"", prompt_bytes=0)[0] for n in range(4)]
+    turns = [driver.pair(f"r{n}", marks=(), prompt_bytes=0)[0] for n in range(4)]
     assert sorted(turns[:2]) == sorted(turns[2:]) == ["p0", "p1"]
 
 

@@ -24,7 +24,7 @@ from splitserve.kv_transfer.cache.control_messages import (
     QuotaWish,
     TenantStat,
 )
-from splitserve.kv_transfer.cache.keys import KEY_BYTES, chunk_keys, model_digest, root_key
+from splitserve.kv_transfer.cache.keys import KEY_BYTES, chunk_keys, model_digest, root_key, tag_of
 from splitserve.kv_transfer.cache.messages import KEYS_LIMIT, Managed, Marks
 from splitserve.orchestrator.agent.auth import agent_token, operator_token
 from splitserve.orchestrator.config import tenant_tag
@@ -107,8 +107,9 @@ async def test_the_keys_are_those_of_the_engines(
         tenant = {"tenant": "a"} if keys else {}
         found = await ask(cluster, "lookup", tokens=TOKENS, cache_salt="own", **tenant)
         node = cluster.router.core.membership.nodes["p0"].description
+        tag = tag_of(tenant_tag(SECRET, "a") if keys else "")
     model = model_digest(node.fingerprint, CHUNK_TOKENS)
-    expected = chunk_keys(root_key(model, leg_salt, ""), TOKENS, CHUNK_TOKENS)
+    expected = chunk_keys(root_key(model, tag, leg_salt, ""), TOKENS, CHUNK_TOKENS)
     ((verb, wish),) = server.asked
     assert verb == "lookup"
     assert wish.keys == b"".join(expected)

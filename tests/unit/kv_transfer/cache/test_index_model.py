@@ -82,7 +82,7 @@ class Model:
     def evictable(self, keep: bytes) -> list[bytes]:
         """Chunks that could go, one after the other, leaves first."""
         held = {key for key, known in self.present.items() if known.leases or known.is_pinned}
-        stay = held | set(self.reserved) | {keep}
+        stay = held | set(self.reserved) | ({keep} & set(self.present))
         for key in list(stay):
             while (key := parent_of(key)) and (key in self.present or key in self.reserved):
                 stay.add(key)
@@ -206,6 +206,9 @@ class Index(RuleBasedStateMachine):
         self.model.ghosts.discard(key)
         known = Known(entry, self.model.tick, self.policy.ghost_level if is_ghost else 0)
         self.model.reserved[key] = known
+        for before in keys_of(tenant, key[1:].decode())[:-1]:
+            if (ancestor := self.model.present.get(before)) is not None:
+                ancestor.last_use = self.model.tick
         if parent_of(key) and parent_of(key) not in self.model.present:
             self.model.has_lost_parents = True
 
