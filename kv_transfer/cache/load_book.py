@@ -3,7 +3,8 @@
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
 and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
 that of a chunk which its own load has brought and is done with, so a load may be larger than the
-arena; else it waits for one until its load's time is over, or gives up when nobody holds any.
+arena (but not that of a prefetch, for which the prompt's beginning is worth most); else it waits
+for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class LoadBook:
             return None
         parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
-        if entry is None and self._recycle(load, index):
+        if entry is None and load.client != NOBODY and self._recycle(load, index):
             entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None

@@ -126,7 +126,8 @@ class TierWorkers:
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
         self._failure: BaseException | None = None
-        self._stopping = False
+        self.is_stopping = False
+        """Nothing is begun any more."""
         self._write_until = float("inf")
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
@@ -178,7 +179,7 @@ class TierWorkers:
 
     def stop(self) -> None:
         """No more reads; what waits to be written has ``STOP_DEADLINE_S``. ``join`` follows."""
-        self._stopping = True
+        self.is_stopping = True
         self._write_until = monotonic() + STOP_DEADLINE_S
         with suppress(Empty):
             while True:
@@ -315,12 +316,12 @@ class TierWorkers:
         removed = 0
         left = iter(keys)
         try:
-            while not self._stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
+            while not self.is_stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
                 removed += self._tier.remove(batch)
         except TierError as error:
             self._done(Failed(str(error)), Cleared(clear_id, removed, False))
             return
-        self._done(Cleared(clear_id, removed, not self._stopping))
+        self._done(Cleared(clear_id, removed, not self.is_stopping))
 
 
 def waker() -> tuple[int, Callable[[], None]]:

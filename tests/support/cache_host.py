@@ -44,6 +44,7 @@ from splitserve.kv_transfer.cache.messages import (
 )
 from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings, tier_names
 from splitserve.kv_transfer.cache.tier_book import TierBook
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,11 +62,13 @@ GEOMETRY = ChunkGeometry(
     order="rows",
 )
 CHUNK_BYTES = GEOMETRY.chunk_bytes
+STORED_BYTES = HEADER_BYTES + CHUNK_BYTES
+"""Of a chunk in a lower tier."""
 MODEL = bytes(range(32))
 ALICE, BOB = b"A" * 8, b"B" * 8
 OPERATOR, ENGINE = 70, 1
 CPU = TierSettings(type="cpu", capacity_bytes=CHUNK_BYTES, eviction="lru")
-DISK = TierSettings(type="disk", capacity_bytes=100 * CHUNK_BYTES, eviction="lru")
+DISK = TierSettings(type="disk", capacity_bytes=100 * STORED_BYTES, eviction="lru")
 REDIS = TierSettings(type="redis")
 LIMIT_S = 10.0
 
@@ -84,6 +87,7 @@ class FakeArena:
     slots: int = 0
     failure: OSError | None = None
     free: list[int] = field(default_factory=list)
+    is_touched: bool = True
 
     def cut(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -91,7 +95,7 @@ class FakeArena:
         self.free = [n * slot_bytes for n in range(self.slots)]
 
     def take(self) -> int | None:
-        return self.free.pop(0) if self.free else None
+        return self.free.pop(0) if self.free and self.is_touched else None
 
     def give_back(self, offset: int) -> None:
         assert offset not in self.free
@@ -103,7 +107,7 @@ class FakeArena:
 
     @property
     def touched_bytes(self) -> int:
-        return self.size_bytes
+        return self.size_bytes if self.is_touched else 0
 
 
 class CacheHost:
@@ -130,7 +134,7 @@ class CacheHost:
                 tier,
                 name=name,
                 is_exclusive=tier.type == "disk",
-                write_limit_bytes=write_limit_chunks * CHUNK_BYTES,
+                write_limit_bytes=write_limit_chunks * STORED_BYTES,
                 quotas=lambda tenant, name=name: self.book.quota(name, tenant),  # type: ignore[misc]
             )
             for number, (name, tier) in enumerate(zip(names, lower, strict=True), 1)

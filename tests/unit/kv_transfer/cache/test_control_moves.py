@@ -11,6 +11,7 @@ from support.cache_host import (
     ENGINE,
     LIMIT_S,
     REDIS,
+    STORED_BYTES,
     CacheHost,
     chain,
 )
@@ -29,10 +30,12 @@ from splitserve.kv_transfer.cache.settings import TierSettings
 
 KEYS = chain(6)
 LONG = chain(60)
+BOTH_BYTES = len(KEYS) * (CHUNK_BYTES + STORED_BYTES)
+"""Of ``KEYS`` in the arena and on the disk."""
 A, B = chain(4, ALICE), chain(4, BOB, salt=1)
 S3 = TierSettings(type="s3")
 READ_ONLY = TierSettings(type="redis", admission="never")
-NOT_WRITTEN = TierSettings(type="disk", capacity_bytes=100 * CHUNK_BYTES, admission="never")
+NOT_WRITTEN = TierSettings(type="disk", capacity_bytes=100 * STORED_BYTES, admission="never")
 
 
 def done(chunks: int, missing: int = 0) -> Done:
@@ -133,12 +136,28 @@ def test_a_prefetch_waits_for_room() -> None:
 def test_a_prefetch_waits_for_the_arena_to_be_touched() -> None:
     """At the beginning there are no slots yet; when there are, nobody has to say so."""
     host = stored(DISK)
-    slots, host.arena.free = host.arena.free, []
+    host.arena.is_touched = False
     request = host.wish("prefetch", ChunksWish(keys=b"".join(KEYS), limit_s=LIMIT_S))
-    host.arena.free = slots
+    host.arena.is_touched = True
     host.pass_time(1.0)
     host.run()
     assert host.answer(request) == done(6)
+
+
+def test_a_prefetch_larger_than_the_arena() -> None:
+    """The prompt's beginning is there afterwards, and it is known at once that there is no room for
+    more; what is pinned is not room.
+    """
+    host = stored(DISK, keys=LONG, slots=8)
+    assert host.chunks("prefetch", LONG) == done(8, missing=52)
+    assert host.in_arena(LONG) == [True] * 8 + [False] * 52
+    host.chunks("pin", LONG[:6], "cpu")
+    host.save(chain(5, salt=1))
+    host.run()
+    for key in chain(5, salt=1):
+        host.book.drop_from_arena(key)
+    assert host.chunks("prefetch", chain(5, salt=1)) == done(2, missing=3)
+    assert host.in_arena(LONG[:6]) == [True] * 6
 
 
 def test_a_prefetch_from_a_dead_tier() -> None:
@@ -198,6 +217,19 @@ def test_operators_do_not_use_chunks() -> None:
     host.save(chain(6, salt=2))
     host.run()
     assert set(host.stores["redis"]) == set(KEYS[:3])
+
+
+def test_a_load_that_is_read_for_long_is_over_once() -> None:
+    """Its reader has its chunks and goes on after its time: nothing is left to wake up for."""
+    host = stored(DISK)
+    opened = OpenChunks(load_id=1, keys=b"".join([*KEYS, *chain(1, salt=9)]), limit_s=1.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    host.run()
+    host.pass_time(2.0)
+    assert host.book.next_deadline(host.now) > host.now
+    assert host.stat().arena.leased == 6
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    assert host.stat().arena.leased == 0
 
 
 # -- move ----------------------------------------------------------------------------------------
@@ -289,7 +321,7 @@ def test_a_move_to_a_dead_tier() -> None:
 
 def test_a_move_that_a_quota_forbids() -> None:
     """What the tenant may not hold there stays in the arena."""
-    host = CacheHost(20, REDIS, quotas={ALICE.hex(): {"redis": 2 * CHUNK_BYTES}})
+    host = CacheHost(20, REDIS, quotas={ALICE.hex(): {"redis": 2 * STORED_BYTES}})
     host.save(A)
     host.run()
     assert host.chunks("move", A, "redis") == done(2, missing=2)
@@ -321,7 +353,7 @@ def test_one_tenants_chunks_are_cleared_everywhere() -> None:
     other = host.stores["redis"][A[0]]
     host.stores["redis"][chain(1, ALICE, salt=8)[0]] = other
     cleared = host.clear(ALICE.hex())
-    assert cleared == Done(chunks=4 + 4 + 5, bytes=8 * CHUNK_BYTES)
+    assert cleared == Done(chunks=4 + 4 + 5, bytes=4 * (CHUNK_BYTES + STORED_BYTES))
     for store in host.stores.values():
         assert set(store) == {*B, *KEYS}
     assert host.in_arena([*A, *B, *KEYS]) == [False] * 4 + [True] * 10
@@ -422,7 +454,7 @@ def test_a_store_that_fails_is_told() -> None:
     host.save(KEYS)
     host.run()
     host.dead.add("redis")
-    assert host.clear() == Done(chunks=12, bytes=12 * CHUNK_BYTES, missing=6)
+    assert host.clear() == Done(chunks=12, bytes=BOTH_BYTES, missing=6)
     assert host.clear().missing == 1
     host.clear()
     assert not host.tier("redis").is_usable
@@ -436,7 +468,7 @@ def test_a_disk_that_fails_is_told() -> None:
     host.save(KEYS)
     host.run()
     host.dead.add("disk")
-    assert host.clear() == Done(chunks=6, bytes=12 * CHUNK_BYTES, missing=6)
+    assert host.clear() == Done(chunks=6, bytes=BOTH_BYTES, missing=6)
     assert host.lookup(KEYS).chunks == 0
 
 
