@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
-FULL_S = 60.0
+FULL_S = 5.0
 """How long a disk that was full is taken to be smaller than configured."""
 WRITTEN_LIMIT_KEYS = 65_536
 """Keys that this host has written to a shared tier and remembers, so as not to write them again."""
