@@ -102,7 +102,10 @@ class DiskTier:
         return self._direct
 
     def check(self) -> None:
-        """A file can be written and the capacity fits beside what else is on the disk."""
+        """A file can be written and the capacity fits beside what else is on the disk. That it does
+        not is no ``TierConfigError``: the disk of a server that is started again may be full for a
+        while.
+        """
         if not self._only_reads:
             self._write_probe()
         if self._capacity_bytes is None:
@@ -113,7 +116,7 @@ class DiskTier:
         own = sum(entry.stat().st_size for entry in self._entries())
         possible = own + self.free_bytes()
         if self._capacity_bytes > possible:
-            raise TierConfigError(
+            raise TierUnavailableError(
                 f"the disk tier in {self._place} is to hold {self._capacity_bytes} bytes, but only "
                 f"{possible} are free there or already its own; set a smaller capacity_bytes or "
                 "make room"
@@ -303,8 +306,9 @@ class DiskTier:
                 f"the disk tier in {self._place} belongs to a running cache server (process "
                 f"{owner}); end that one or give each its own folder"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # A full disk: whose it is stays unsaid.
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
 
     def _can_be_direct(self) -> bool:
@@ -328,7 +332,7 @@ class DiskTier:
             probe.write_bytes(bytes(ALIGNMENT_BYTES))
             probe.unlink()
         except OSError as error:
-            raise TierConfigError(
+            raise TierUnavailableError(
                 f"the disk tier in {self._place} cannot be written to: {error}; make room"
             ) from error
 

@@ -194,9 +194,12 @@ def test_more_capacity_than_disk(tmp_path: Path, tier: DiskTier) -> None:
     tier.write([make_chunk(1).buffers])
     tier.check()
     tier.close()
-    for capacity, said in ((1 << 60, rf"{1 << 60} bytes, but only \d+"), (None, "capacity_bytes")):
+    for capacity, kind, said in (
+        (1 << 60, TierUnavailableError, rf"{1 << 60} bytes, but only \d+"),
+        (None, TierConfigError, "capacity_bytes"),
+    ):
         large = DiskTier(settings(tmp_path, capacity_bytes=capacity))
-        with pytest.raises(TierConfigError, match=said):
+        with pytest.raises(kind, match=said):
             large.check()
         large.close()
 
