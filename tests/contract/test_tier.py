@@ -22,6 +22,7 @@ from support.store_servers import S3Server, StoreServer, redis_server
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.settings import TierSettings
+from splitserve.kv_transfer.cache.tiers import redis as redis_tier
 from splitserve.kv_transfer.cache.tiers.base import ReadOutcome, Tier, WriteOutcome
 from splitserve.kv_transfer.cache.tiers.registry import create
 
@@ -167,7 +168,7 @@ def s3_process(
     server.kill()
 
 
-STORES = ["memory", "disk", "disk-buffered", "redis", "s3", "s3-in-parts"]
+STORES = ["memory", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
 
 
 @pytest.fixture(params=STORES)
@@ -184,7 +185,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def make_store(request: pytest.FixtureRequest, kind: str, folder: Path) -> Store:
     if kind == "memory":
         return MemoryStore()
-    if kind == "redis":
+    if kind.startswith("redis"):
+        if kind == "redis-in-pieces":
+            patch = request.getfixturevalue("monkeypatch")
+            patch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
+            patch.setattr(redis_tier, "PIECE_BYTES", 20_000)
         return RedisStore(request.getfixturevalue("redis_process").port)
     if kind.startswith("s3"):
         parts = 20_000 if kind == "s3-in-parts" else 8 * MIB

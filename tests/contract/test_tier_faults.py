@@ -22,6 +22,7 @@ from support.chunks import empty_like, make_chunk, verify
 from support.store_servers import START_DEADLINE_S, S3Server, StoreServer, redis_server
 
 from splitserve.kv_transfer.cache.settings import TierSettings
+from splitserve.kv_transfer.cache.tiers import redis as redis_tier
 from splitserve.kv_transfer.cache.tiers import registry
 from splitserve.kv_transfer.cache.tiers.base import (
     ReadOutcome,
@@ -188,7 +189,13 @@ def test_no_store_at_all(place: Place, free_port: Callable[[], int]) -> None:
 def test_a_tier_that_only_reads_writes_nothing(redis_place: RedisPlace, s3_place: S3Place) -> None:
     """``admission: never`` is checked without the right to write."""
     client = redis.Redis(port=redis_place.server.port, password=PASSWORD, socket_timeout=SLACK_S)
-    client.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@read"])
+    client.acl_setuser(
+        "reader",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["*"],
+        categories=["+@read", "+@transaction"],
+    )
     options = {"username": "reader", "password": "pw"}
     for tier in (
         redis_place.tier(

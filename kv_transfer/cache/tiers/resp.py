@@ -65,7 +65,8 @@ class Connection:
         self._raw.send([memoryview(part) for part in parts], deadline)
 
     def answer(self, deadline: float) -> bytes | int | None:
-        """The next answer, when it is short: a status, a number, a value, None for no value.
+        """The next answer, when it is short: a status, a number, a value, zero for an empty array,
+        None for no value or no array.
 
         Raises ``RespError``, ``ProtocolError``, ``OSError``.
         """
@@ -80,6 +81,8 @@ class Connection:
             self._fill(memoryview(value))
             self._end_of_value()
             return bytes(value)
+        if kind == b"*" and _integer(rest) <= 0:  # an empty array, or none
+            return None if rest == b"-1" else 0
         if kind == b"+":
             return rest
         if kind == b":":
