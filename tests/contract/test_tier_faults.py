@@ -214,6 +214,30 @@ def test_a_tier_that_only_reads_writes_nothing(redis_place: RedisPlace, s3_place
     writer.close()
 
 
+def test_the_rights_that_a_user_needs(
+    redis_place: RedisPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the documentation names are enough for everything."""
+    monkeypatch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
+    client = redis.Redis(port=redis_place.server.port, password=PASSWORD, socket_timeout=SLACK_S)
+    rights = ["+@read", "+@write", "+@transaction", "+@connection"]
+    client.acl_setuser(
+        "worker", enabled=True, passwords=["+pw"], keys=["*"], categories=rights, commands=["+info"]
+    )
+    tier = redis_place.tier(
+        options={"username": "worker", "password": "pw"}, capacity_bytes=1_000_000
+    )
+    chunk = make_chunk(70)
+    tier.check()
+    assert tier.write([chunk.buffers]) == [WriteOutcome.WRITTEN]
+    assert list(tier.read([empty_like(chunk)])) == [(0, ReadOutcome.HIT)]
+    assert tier.free_bytes() is None
+    assert tier.remove([chunk.key]) == 1
+    client.acl_deluser("worker")
+    client.close()
+    tier.close()
+
+
 @pytest.mark.parametrize(
     "options", [{"password": "incorrect"}, {"password": ""}, {"username": "who"}]
 )

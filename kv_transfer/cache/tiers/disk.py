@@ -3,7 +3,7 @@
 A chunk is ``chunks/ab/abcd...`` (its key in hex). It is written to a new name and renamed, so a
 reader sees all of it or nothing. Nothing is synced: a cache may lose chunks when the machine stops,
 and one whose bytes did not reach the disk has the wrong size or checksums, which makes it a miss;
-waiting for the device with each chunk was measured to cost a tenth to a third of the write speed.
+waiting for the device with each chunk was measured to cost up to a fifth of the write speed.
 
 ``io=direct`` (the default) goes past the page cache. Beside buffered reads of files that are not in
 it, direct ones were measured 1.3 to 1.8 times as fast with a tenth of the processor time, and the

@@ -49,7 +49,9 @@ class Connection:
     """A connected socket and what was read ahead from it."""
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        """Connected within ``timeout_s``. Raises ``OSError``."""
+        """Connected within ``timeout_s`` per address of the host, TLS included; how long the name
+        takes is up to the system's resolver. Raises ``OSError``.
+        """
         plain = socket.create_connection((host, port), timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
