@@ -85,8 +85,8 @@ def chunk_keys(
     pictures = list(media)
     for start in range(len(keys) * chunk_tokens, len(tokens) - chunk_tokens + 1, chunk_tokens):
         content = _encode(tokens[start : start + chunk_tokens])
-        if pictures:
-            content += _encode(_inside(pictures, start, start + chunk_tokens))
+        if inside := _inside(pictures, start, start + chunk_tokens):
+            content += _encode(inside)
         parent = tag + blake3(content, key=parent).digest(HASH_BYTES)
         keys.append(parent)
     return keys
