@@ -319,7 +319,7 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.lease(entry)
+        self.arena.lease(entry, is_use=False)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True

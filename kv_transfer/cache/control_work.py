@@ -16,6 +16,7 @@ from splitserve.kv_transfer.cache.control_messages import Done, LookedUp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from splitserve.kv_transfer.cache.arena_book import ArenaEntry
     from splitserve.kv_transfer.cache.book_effects import AskTier, Effect
     from splitserve.kv_transfer.cache.cache_book import CacheBook
     from splitserve.kv_transfer.cache.control_messages import Result
@@ -162,8 +163,8 @@ class MoveWork:
         self._next = 0
         """Chunks before this index are begun."""
         self._coming: dict[bytes, int] = {}
-        """Chunks that are to be in the arena, or are and wait until they can be written; their
-        fetches.
+        """Chunks that are to be in the arena, or are and wait until they can be written; the
+        numbers of their fetches, which hold them there.
         """
         self._writing: set[bytes] = set()
         self._done: set[bytes] = set()
@@ -180,8 +181,7 @@ class MoveWork:
                 return []
             self._is_asking = True
             return [self._ask(self._target, self._keys, self._answered)]
-        self._take_up()
-        effects: list[Effect] = []
+        effects = self._take_up(now)
         while (
             self._next < len(self._keys)
             and len(self._coming) + len(self._writing) < WINDOW_CHUNKS
@@ -189,16 +189,19 @@ class MoveWork:
         ):
             effects += self._begin(self._next, now)
             self._next += 1
+        effects += self._take_up(now)
         if not self._target.is_usable:
             self._next = len(self._keys)
-            self._coming.clear()
+            effects += self.give_up(now)
         removed, self._removed = self._removed, {}
         effects += [RemoveChunks(number, keys) for number, keys in removed.items()]
-        return effects + self._book.take_effects()
+        # Slots have become free
+        return effects + self._book.loads.feed(now) + self._book.take_effects()
 
     def give_up(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for fetch in self._coming.values():
+        coming, self._coming = self._coming, {}
+        for fetch in coming.values():
             effects += self._book.loads.stop_fetching(fetch, now)
         return effects + self._book.take_effects()
 
@@ -214,17 +217,22 @@ class MoveWork:
         found = found or ()
         self._there = {k for k, is_there in zip(self._keys, found, strict=False) if is_there}
 
-    def _take_up(self) -> None:
+    def _take_up(self, now: float) -> list[Effect]:
         """What was ordered has come, or will not come."""
+        loads = self._book.loads
+        effects: list[Effect] = []
         for key, fetch in list(self._coming.items()):
-            if self._book.arena.index.get(key) is not None:
-                self._write(key, fetch)
-            elif not self._book.loads.is_fetching(fetch):
+            if loads.is_fetching(fetch):
+                continue
+            entry = self._book.arena.index.get(key)
+            if entry is None or self._write(entry):
                 del self._coming[key]
+                effects += loads.stop_fetching(fetch, now)
         for key in [k for k in self._writing if k not in self._target.writing]:
             self._writing.discard(key)
             if self._target.has(key):
                 self._finish(key)
+        return effects
 
     def _begin(self, index: int, now: float) -> list[Effect]:
         key = self._keys[index]
@@ -235,27 +243,21 @@ class MoveWork:
             self._finish(key)
         elif self._takes_away and self._is_kept(key):
             return []
-        elif self._book.arena.index.get(key) is not None:
-            self._write(key, 0)
         else:
             loads = self._book.loads
             parent = self._keys[index - 1] if index else b""
-            effects = loads.prefetch([key], self._until, now, parent=parent)
-            if loads.is_fetching(loads.latest_prefetch):
-                self._coming[key] = loads.latest_prefetch
+            effects = loads.prefetch([key], self._until, now, parent=parent, holds=True)
+            self._coming[key] = loads.latest_prefetch
             return effects
         return []
 
-    def _write(self, key: bytes, fetch: int) -> None:
-        """The chunk, which is in the arena, is being written as soon as there is room for that."""
-        entry = self._book.arena.index.get(key)
-        assert entry is not None
-        if not self._target.can_queue(self._book.chunk_bytes) and self._target.writing:
-            self._coming[key] = fetch
-            return
-        self._coming.pop(key, None)
+    def _write(self, entry: ArenaEntry) -> bool:
+        """The chunk is being written, or cannot be; False while others have to be first."""
+        if not self._target.can_queue(self._book.chunk_bytes):
+            return False
         if self._book.write_to(self._target, entry):
-            self._writing.add(key)
+            self._writing.add(entry.key)
+        return True
 
     def _finish(self, key: bytes) -> None:
         """The chunk is in the target."""
@@ -319,6 +321,7 @@ class ClearWork:
             self._chunks += len(gone)
             self._bytes += len(gone) * self._book.chunk_bytes if gone else 0
             self._book.unmark([entry.key for entry in gone])
+            effects += self._book.loads.feed(now)
         return effects + self._book.take_effects()
 
     def cleared(self, clear_id: int, chunks: int, is_complete: bool) -> None:

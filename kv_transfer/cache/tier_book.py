@@ -105,21 +105,20 @@ class TierBook:
         index = self.index
         return self.written_bytes_by_tenant if index is None else index.used_bytes_by_tenant
 
-    def can_queue(self, size_bytes: int) -> bool:
-        """Whether so much more may wait to be written."""
-        return self.waiting_bytes + size_bytes <= self._write_limit_bytes
+    def can_queue(self, chunk_bytes: int) -> bool:
+        """Whether one more chunk may wait to be written; each keeps its slot meanwhile."""
+        held_bytes = len(self.writing) * chunk_bytes
+        return not held_bytes or held_bytes + chunk_bytes <= self._write_limit_bytes
 
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if self.writing and not self.can_queue(size_bytes):
+        if not self.can_queue(chunk.geometry.chunk_bytes):
             self.counters["writes_shed"] += 1
             return None
-        limit = self._quotas(tenant_of(key).hex())
-        held = self.written_bytes_by_tenant[tenant_of(key).hex()]
-        if self.index is None and limit is not None and held + size_bytes > limit:
+        if self.index is None and not self._is_within_quota(tenant_of(key), size_bytes):
             self.counters["writes_over_quota"] += 1
             return None
         self.writing[key] = size_bytes
@@ -207,6 +206,14 @@ class TierBook:
         keys = [entry.key for entry in self.index.expire(now)]
         self.counters["expired"] += len(keys)
         return [RemoveChunks(self.number, keys)] if keys else []
+
+    def _is_within_quota(self, tenant: bytes, size_bytes: int) -> bool:
+        """Whether the tenant may have so much more in a shared tier."""
+        limit = self._quotas(tenant.hex())
+        if limit is None:
+            return True
+        waiting = sum(size for key, size in self.writing.items() if tenant_of(key) == tenant)
+        return self.written_bytes_by_tenant[tenant.hex()] + waiting + size_bytes <= limit
 
     def _make_way(self, now: float) -> list[Effect]:
         """The disk is fuller than its index says: the capacity is what fits, for a while."""

@@ -1,0 +1,527 @@
+"""What the cache server does for operators over some time: prefetch, move, clear."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_host import (
+    ALICE,
+    BOB,
+    CHUNK_BYTES,
+    DISK,
+    ENGINE,
+    LIMIT_S,
+    REDIS,
+    STORED_BYTES,
+    CacheHost,
+    chain,
+)
+
+from splitserve.kv_transfer.cache.book_effects import ReadChunk, RemoveChunks, WriteChunk
+from splitserve.kv_transfer.cache.control_messages import ChunksWish, ClearWish, Done, Refused
+from splitserve.kv_transfer.cache.messages import (
+    CloseChunks,
+    Commit,
+    Mark,
+    Marks,
+    OpenChunks,
+    Reserve,
+)
+from splitserve.kv_transfer.cache.settings import TierSettings
+
+KEYS = chain(6)
+LONG = chain(60)
+BOTH_BYTES = len(KEYS) * (CHUNK_BYTES + STORED_BYTES)
+"""Of ``KEYS`` in the arena and on the disk."""
+A, B = chain(4, ALICE), chain(4, BOB, salt=1)
+S3 = TierSettings(type="s3")
+READ_ONLY = TierSettings(type="redis", admission="never")
+NOT_WRITTEN = TierSettings(type="disk", capacity_bytes=100 * STORED_BYTES, admission="never")
+
+
+def done(chunks: int, missing: int = 0) -> Done:
+    return Done(chunks=chunks, bytes=chunks * CHUNK_BYTES, missing=missing)
+
+
+def stored(
+    *lower: TierSettings, keys: list[bytes] = KEYS, slots: int = 20, **more: int
+) -> CacheHost:
+    """A host that has written these to its lower tiers, and has an empty arena."""
+    host = CacheHost(slots, *lower, **more)
+    for start in range(0, len(keys), slots):
+        part = keys[start : start + slots]
+        host.save(part, parent=keys[start - 1] if start else b"")
+        host.run()
+        for key in part:
+            host.book.drop_from_arena(key)
+    return host
+
+
+# -- prefetch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["", "cpu"])
+@pytest.mark.parametrize("lower", [DISK, REDIS])
+def test_a_prefetch_brings_chunks_up(lower: TierSettings, tier: str) -> None:
+    """From the disk, or a store that is only asked by reading; and they stay below."""
+    host = stored(lower)
+    assert host.chunks("prefetch", KEYS, tier) == done(6)
+    assert all(host.in_arena(KEYS))
+    assert len(host.stores[lower.type]) == 6
+    assert host.chunks("prefetch", KEYS, tier) == done(6)
+    assert host.stat().arena.leased == 0
+
+
+def test_a_prefetch_of_what_is_nowhere() -> None:
+    """Missing at once; chunks before a gap come, those behind it are of no use."""
+    host = stored(DISK)
+    assert host.chunks("prefetch", chain(3, salt=9)) == done(0, missing=3)
+    assert host.chunks("prefetch", []) == done(0)
+    host.tier("disk").forget(KEYS[3:4])
+    assert host.chunks("prefetch", KEYS) == done(3, missing=3)
+    assert host.in_arena(KEYS) == [True] * 3 + [False] * 3
+
+
+def test_a_chunk_that_a_store_lacks_ends_a_prefetch_last() -> None:
+    """It is known first that the fourth chunk is not there: the three before it are waited for."""
+    host = stored(REDIS)
+    del host.stores["redis"][KEYS[3]]
+    request = host.wish("prefetch", ChunksWish(keys=b"".join(KEYS), limit_s=LIMIT_S))
+    orders = list(host.orders)
+    host.orders.clear()
+    for order in [orders[3], *orders[4:]]:
+        host.work(order)
+        host.turn()
+    assert host.answer(request) is None
+    for order in orders[:3]:
+        host.work(order)
+        host.turn()
+    assert host.answer(request) is not None
+    assert host.in_arena(KEYS[:4]) == [True] * 3 + [False]
+
+
+def test_a_prefetch_ends_with_its_time() -> None:
+    """The arena is full of what engines read: what has come is told, and the rest is given up."""
+    host = stored(DISK, slots=6)
+    others = chain(4, salt=5)
+    host.save(others)
+    host.run()
+    opened = OpenChunks(load_id=1, keys=b"".join(others), limit_s=100.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    wish = ChunksWish(keys=b"".join(KEYS), limit_s=2.0)
+    request = host.wish("prefetch", wish)
+    host.run()
+    host.pass_time(1.9)
+    assert host.answer(request) is None
+    host.pass_time(0.2)
+    assert host.answer(request) == done(2, missing=4)
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    host.pass_time(2.0)
+    assert not host.orders
+
+
+def test_a_prefetch_waits_for_room() -> None:
+    """Slots that become free in time are used for it."""
+    host = stored(DISK, slots=6)
+    host.save(chain(4, salt=5))
+    host.run()
+    opened = OpenChunks(load_id=1, keys=b"".join(chain(4, salt=5)), limit_s=100.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    request = host.wish("prefetch", ChunksWish(keys=b"".join(KEYS), limit_s=LIMIT_S))
+    host.run()
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    host.run()
+    assert host.answer(request) == done(6)
+
+
+def test_a_prefetch_waits_for_the_arena_to_be_touched() -> None:
+    """At the beginning there are no slots yet; when there are, nobody has to say so."""
+    host = stored(DISK)
+    host.arena.is_touched = False
+    request = host.wish("prefetch", ChunksWish(keys=b"".join(KEYS), limit_s=LIMIT_S))
+    host.arena.is_touched = True
+    host.pass_time(1.0)
+    host.run()
+    assert host.answer(request) == done(6)
+
+
+def test_a_prefetch_larger_than_the_arena() -> None:
+    """The prompt's beginning is there afterwards, and it is known at once that there is no room for
+    more; what is pinned is not room.
+    """
+    host = stored(DISK, keys=LONG, slots=8)
+    assert host.chunks("prefetch", LONG) == done(8, missing=52)
+    assert host.in_arena(LONG) == [True] * 8 + [False] * 52
+    host.chunks("pin", LONG[:6], "cpu")
+    host.save(chain(5, salt=1))
+    host.run()
+    for key in chain(5, salt=1):
+        host.book.drop_from_arena(key)
+    assert host.chunks("prefetch", chain(5, salt=1)) == done(2, missing=3)
+    assert host.in_arena(LONG[:6]) == [True] * 6
+
+
+def test_a_prefetch_from_a_dead_tier() -> None:
+    """It is not read; the tier below it is."""
+    host = stored(DISK, REDIS)
+    for _ in range(3):
+        host.book.tier_failed(1, "disk is gone", host.now)
+    assert host.chunks("prefetch", KEYS) == done(6)
+    for _ in range(3):
+        host.book.tier_failed(2, "redis is gone", host.now)
+    for key in KEYS:
+        host.book.drop_from_arena(key)
+    assert host.chunks("prefetch", KEYS) == done(0, missing=6)
+
+
+def test_a_prefetch_into_a_lower_tier() -> None:
+    """From the store below it, and from the arena above it; what is there already is left."""
+    host = stored(NOT_WRITTEN, REDIS)
+    host.chunks("prefetch", KEYS[:2])
+    assert host.chunks("prefetch", [*KEYS, *chain(1, salt=9)], "disk") == done(6, missing=1)
+    assert set(host.stores["disk"]) == set(host.stores["redis"]) == set(KEYS)
+    before = host.tier("disk").counters["writes_written"]
+    assert host.chunks("prefetch", KEYS, "disk") == done(6)
+    assert host.tier("disk").counters["writes_written"] == before
+
+
+def test_nobody_waits_for_a_prefetch() -> None:
+    """Its client has gone: no more chunks are read, and nothing is answered."""
+    host = stored(DISK, keys=LONG, slots=60)
+    wish = ChunksWish(keys=b"".join(LONG), tier="cpu", limit_s=LIMIT_S)
+    request = host.wish("prefetch", wish, client=9)
+    host.take(host.control.client_gone(9, host.now))
+    host.run()
+    assert host.answer(request) is None
+    assert host.control.next_deadline() == float("inf")
+    assert host.stat().arena.reserved == 0
+
+
+def test_operators_do_not_use_chunks() -> None:
+    """A tier for what engines use again gets nothing that was only written below, prefetched or
+    moved; what an engine has read it gets.
+    """
+    host = CacheHost(6, DISK, TierSettings(type="redis", admission="second_use"))
+    host.save(KEYS)
+    host.run()
+    host.chunks("prefetch", KEYS)
+    host.chunks("move", KEYS[3:], "disk")
+    host.chunks("prefetch", KEYS)
+    host.save(chain(6, salt=1))
+    host.run()
+    assert len(host.stores["disk"]) == 12
+    assert not host.stores["redis"]
+    opened = OpenChunks(load_id=1, keys=b"".join(KEYS[:3]), limit_s=5.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    host.run()
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    host.save(chain(6, salt=2))
+    host.run()
+    assert set(host.stores["redis"]) == set(KEYS[:3])
+
+
+def test_a_load_that_is_read_for_long_is_over_once() -> None:
+    """Its reader has its chunks and goes on after its time: nothing is left to wake up for."""
+    host = stored(DISK)
+    opened = OpenChunks(load_id=1, keys=b"".join([*KEYS, *chain(1, salt=9)]), limit_s=1.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    host.run()
+    host.pass_time(2.0)
+    assert host.book.next_deadline(host.now) > host.now
+    assert host.stat().arena.leased == 6
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    assert host.stat().arena.leased == 0
+
+
+# -- move ----------------------------------------------------------------------------------------
+
+
+def test_a_move_writes_what_is_not_there_and_frees_the_arena() -> None:
+    """More chunks than may wait to be written: they are written a few at a time, none is shed."""
+    host = CacheHost(60, NOT_WRITTEN, write_limit_chunks=3)
+    host.save(LONG)
+    assert host.chunks("move", LONG, "disk") == done(60)
+    assert set(host.stores["disk"]) == set(LONG)
+    stat = host.stat()
+    assert (stat.arena.used, stat.arena.leased, stat.tiers[1].shed) == (0, 0, 0)
+    assert host.lookup(LONG).by_tier == {"cpu": 0, "disk": 60}
+
+
+def test_a_move_by_way_of_a_small_arena() -> None:
+    """From the disk into a store, many more chunks than the arena holds: the disk has none left."""
+    host = stored(DISK, S3, keys=LONG, slots=4)
+    host.stores["s3"].clear()
+    host.tier("s3").forget(LONG)
+    assert host.chunks("move", LONG, "s3") == done(60)
+    assert set(host.stores["s3"]) == set(LONG)
+    assert not host.stores["disk"]
+    stat = host.stat()
+    assert (stat.arena.used, stat.tiers[1].chunks) == (0, 0)
+
+
+def test_a_move_of_what_is_there_already() -> None:
+    """Only the copies above go; a store is asked what it has from others."""
+    host = CacheHost(20, DISK, REDIS)
+    host.save(KEYS)
+    host.run()
+    host.tier("redis").clear(None, keep_pinned=False)
+    writes = host.tier("redis").counters["writes_written"]
+    assert host.chunks("move", KEYS, "redis") == done(6)
+    assert host.tier("redis").counters["writes_written"] == writes
+    assert not host.stores["disk"]
+    assert not any(host.in_arena(KEYS))
+    assert host.chunks("move", chain(2, salt=9), "redis") == done(0, missing=2)
+
+
+def test_a_move_upwards_is_a_prefetch() -> None:
+    """In the arena nothing is above."""
+    host = stored(DISK)
+    assert host.chunks("move", KEYS, "cpu") == done(6)
+    assert all(host.in_arena(KEYS))
+
+
+@pytest.mark.parametrize("lower", [DISK, NOT_WRITTEN])
+def test_pinned_chunks_are_not_moved(lower: TierSettings) -> None:
+    """They stay where they are pinned, whether there is a copy below or not."""
+    host = CacheHost(20, lower)
+    host.save(KEYS)
+    host.run()
+    host.chunks("pin", KEYS[:2], "cpu")
+    assert host.chunks("move", KEYS, "disk") == done(4, missing=2)
+    assert host.in_arena(KEYS) == [True, True] + [False] * 4
+
+
+def test_a_moved_chunk_that_is_read_keeps_its_slot() -> None:
+    """No look-up finds it; its reader ends in peace."""
+    host = CacheHost(20, DISK)
+    host.save(KEYS)
+    host.run()
+    opened = OpenChunks(load_id=1, keys=b"".join(KEYS), limit_s=5.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    assert host.chunks("move", KEYS, "disk") == done(6)
+    assert host.stat().arena.used == 6
+    host.take(host.book.close(ENGINE, CloseChunks(load_id=1), host.now))
+    assert host.stat().arena.used == 0
+
+
+def test_a_move_to_a_dead_tier() -> None:
+    """Refused where that is known; one that dies meanwhile takes no more, and nothing is lost."""
+    host = CacheHost(60, NOT_WRITTEN)
+    host.save(LONG)
+    request = host.wish("move", ChunksWish(keys=b"".join(LONG), tier="disk", limit_s=LIMIT_S))
+    host.run(limit=10)
+    host.dead.add("disk")
+    host.run()
+    there = len(host.stores["disk"])
+    assert host.answer(request) == done(there, missing=60 - there)
+    assert host.in_arena(LONG).count(True) == 60 - there
+    refused = host.chunks("move", LONG, "disk")
+    assert isinstance(refused, Refused)
+    assert "the store is gone" in refused.error
+
+
+def test_a_move_that_a_quota_forbids() -> None:
+    """What the tenant may not hold there stays in the arena."""
+    host = CacheHost(20, REDIS, quotas={ALICE.hex(): {"redis": 2 * STORED_BYTES}})
+    host.save(A)
+    host.run()
+    assert host.chunks("move", A, "redis") == done(2, missing=2)
+    assert host.in_arena(A) == [False, False, True, True]
+
+
+def test_a_move_ends_with_its_time() -> None:
+    """The tier writes too slowly: what it has is told; no more is begun, and slots come back."""
+    host = CacheHost(60, NOT_WRITTEN)
+    host.save(LONG)
+    request = host.wish("move", ChunksWish(keys=b"".join(LONG), tier="disk", limit_s=1.0))
+    host.run(limit=20)
+    host.pass_time(1.0)
+    assert host.answer(request) == done(20, missing=40)
+    host.run()
+    assert len(host.stores["disk"]) < 40
+    assert host.stat().arena.leased == 0
+
+
+# -- clear ---------------------------------------------------------------------------------------
+
+
+def test_one_tenants_chunks_are_cleared_everywhere() -> None:
+    """Copies are counted; the others' stay; what others have stored for the tenant goes too."""
+    host = CacheHost(20, DISK, REDIS)
+    for keys in (A, B, KEYS):
+        host.save(keys)
+    host.run()
+    other = host.stores["redis"][A[0]]
+    host.stores["redis"][chain(1, ALICE, salt=8)[0]] = other
+    cleared = host.clear(ALICE.hex())
+    assert cleared == Done(chunks=4 + 4 + 5, bytes=4 * (CHUNK_BYTES + STORED_BYTES))
+    for store in host.stores.values():
+        assert set(store) == {*B, *KEYS}
+    assert host.in_arena([*A, *B, *KEYS]) == [False] * 4 + [True] * 10
+    assert host.clear(ALICE.hex()) == done(0)
+    host.save(A)
+    host.run()
+    assert set(A) <= set(host.stores["redis"])
+
+
+def test_chunks_without_a_tenant_are_cleared() -> None:
+    """Their tag is empty."""
+    host = CacheHost(20, DISK)
+    host.save(A)
+    host.save(KEYS)
+    host.run()
+    assert host.clear("").chunks == 12
+    assert set(host.stores["disk"]) == set(A)
+
+
+@pytest.mark.parametrize(
+    ("tier", "left"),
+    [
+        ("", {"cpu": 0, "disk": 0, "redis": 0}),
+        ("cpu", {"cpu": 0, "disk": 6, "redis": 6}),
+        ("disk", {"cpu": 6, "disk": 0, "redis": 6}),
+        ("redis", {"cpu": 6, "disk": 6, "redis": 0}),
+    ],
+)
+def test_everything_is_cleared_in_some_tiers(tier: str, left: dict[str, int]) -> None:
+    """In all, or only in one."""
+    host = CacheHost(20, DISK, REDIS)
+    host.save(KEYS)
+    host.run()
+    assert host.clear(tier=tier).chunks == 18 - sum(left.values())
+    assert host.lookup(KEYS).by_tier == left
+
+
+@pytest.mark.parametrize("keep_pinned", [True, False])
+def test_pinned_chunks_are_kept_or_not(keep_pinned: bool) -> None:
+    """As the operator wishes; afterwards those that went are not pinned."""
+    host = CacheHost(20, DISK)
+    host.save(KEYS)
+    host.run()
+    host.chunks("pin", KEYS[:2])
+    host.clear(keep_pinned=keep_pinned)
+    left = 2 if keep_pinned else 0
+    assert host.in_arena(KEYS).count(True) == len(host.stores["disk"]) == left
+    assert [tier.pinned for tier in host.stat().tiers] == [left, left]
+
+
+@pytest.mark.parametrize("lower", [DISK, REDIS])
+def test_what_is_being_written_does_not_survive_a_clear(lower: TierSettings) -> None:
+    """The writes are still on their way: they are removed behind them."""
+    host = CacheHost(20, lower)
+    host.save(A)
+    assert len([order for order in host.orders if isinstance(order, WriteChunk)]) == 4
+    assert host.clear(ALICE.hex()).missing == 0
+    assert not host.stores[lower.type]
+    assert host.lookup(A).chunks == 0
+    stat = host.stat()
+    assert (stat.arena.used, stat.tenants) == (0, ())
+    host.save(A)
+    host.run()
+    assert set(host.stores[lower.type]) == set(A)
+
+
+def test_a_write_that_fails_leaves_nothing_behind_a_clear() -> None:
+    """The chunk, saved again, is written as any other."""
+    host = CacheHost(20, DISK)
+    host.save(A)
+    request = host.wish("clear", ClearWish(tenant=ALICE.hex(), limit_s=LIMIT_S))
+    host.dead.add("disk")
+    host.work(host.orders.popleft())
+    host.dead.clear()
+    host.run()
+    assert host.answer(request) is not None
+    host.save(A)
+    host.run()
+    assert host.lookup(A).by_tier == {"cpu": 4, "disk": 4}
+
+
+def test_what_is_being_read_does_not_survive_a_clear() -> None:
+    """An engine waits for it: it is missing."""
+    host = stored(DISK, keys=A)
+    opened = OpenChunks(load_id=1, keys=b"".join(A), limit_s=5.0)
+    host.take(host.book.open(ENGINE, opened, host.now))
+    assert isinstance(host.orders[0], ReadChunk)
+    host.clear(ALICE.hex())
+    assert not any(host.in_arena(A))
+    assert [chunk for ready in host.ready() for chunk in ready.chunks] == []
+    assert sorted(i for ready in host.ready() for i in ready.missing) == [0, 1, 2, 3]
+    assert host.stat().arena.used == 0
+
+
+def test_a_store_that_fails_is_told() -> None:
+    """Its chunks are missing, as many as are known; the other tiers are cleared all the same."""
+    host = CacheHost(20, DISK, REDIS)
+    host.save(KEYS)
+    host.run()
+    host.dead.add("redis")
+    assert host.clear() == Done(chunks=12, bytes=BOTH_BYTES, missing=6)
+    assert host.clear().missing == 1
+    host.clear()
+    assert not host.tier("redis").is_usable
+    assert host.clear().missing == 1
+    assert not host.orders
+
+
+def test_a_disk_that_fails_is_told() -> None:
+    """What could not be removed is not found any more all the same."""
+    host = CacheHost(20, DISK)
+    host.save(KEYS)
+    host.run()
+    host.dead.add("disk")
+    assert host.clear() == Done(chunks=6, bytes=BOTH_BYTES, missing=6)
+    assert host.lookup(KEYS).chunks == 0
+
+
+def test_a_clear_ends_with_its_time() -> None:
+    """What the disk has not removed by then is missing, and is removed later."""
+    host = CacheHost(20, DISK)
+    host.save(KEYS)
+    host.run()
+    request = host.wish("clear", ClearWish(tenant=None, limit_s=1.0))
+    host.pass_time(1.0)
+    assert host.answer(request).missing == 6
+    assert isinstance(host.orders[0], RemoveChunks)
+    host.run()
+    assert not host.stores["disk"]
+
+
+def test_a_store_that_is_only_read_is_not_cleared() -> None:
+    """It is somebody else's: left out, and refused when it is named."""
+    host = CacheHost(20, READ_ONLY)
+    host.save(KEYS)
+    chunk = host.book.arena.index.get(KEYS[0])
+    assert chunk is not None
+    host.stores["redis"][KEYS[0]] = chunk.value
+    assert host.clear() == done(6)
+    assert isinstance(host.clear(tier="redis"), Refused)
+    assert list(host.stores["redis"]) == KEYS[:1]
+
+
+def test_an_empty_cache_is_cleared() -> None:
+    """Before the arena is cut too: nothing was there."""
+    for is_cut in (True, False):
+        host = CacheHost(20, DISK, REDIS, is_cut=is_cut)
+        assert host.clear() == done(0)
+        assert host.clear(ALICE.hex()) == done(0)
+
+
+def test_marks_go_with_cleared_chunks() -> None:
+    """Routers are told that the prompt's beginning is nowhere any more."""
+    host = CacheHost(20, DISK, REDIS)
+    mark = Mark(digest=b"m" * 16, tokens=64)
+    message = Reserve(save_id=77, parent=b"", keys=b"".join(KEYS), marks=((1, mark),))
+    host.save(chain(1, salt=9))
+    host.told.clear()
+    host.take(host.book.watch(50))
+    _save_with_marks(host, message)
+    host.run()
+    assert [m.added for c, m in host.told if c == 50 and isinstance(m, Marks)] == [(), (mark,)]
+    host.clear()
+    removed = [m.removed for c, m in host.told if c == 50 and isinstance(m, Marks)]
+    assert removed == [(), (), (mark.digest,)]
+
+
+def _save_with_marks(host: CacheHost, message: Reserve) -> None:
+    host.take(host.book.reserve(ENGINE, message, host.now))
+    written = tuple((n, bytes(16)) for n in range(len(KEYS)))
+    host.take(host.book.commit(ENGINE, Commit(save_id=77, written=written), host.now))
