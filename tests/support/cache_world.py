@@ -452,7 +452,9 @@ class CacheWorld:
             "holders": book.arena.is_busy,
             "look-ups": len(book._pending),
             "writes": sum(len(tier.writing) for tier in book.tiers),
-            "marks": len(self.marks ^ {m.digest for ms in book._marks._marked.values() for m in ms}),
+            "marks": len(
+                self.marks ^ {m.digest for ms in book._marks._marked.values() for m in ms}
+            ),
         }
         if any(left.values()):
             raise Violation(f"left over: { {k: v for k, v in left.items() if v} }")
