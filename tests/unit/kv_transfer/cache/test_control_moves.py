@@ -184,6 +184,17 @@ def test_a_prefetch_into_a_lower_tier() -> None:
     assert host.tier("disk").counters["writes_written"] == before
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_prefetch_into_a_lower_tier_passes_through_the_arena(slots: int) -> None:
+    """Chunks do not stay there, so there may be many more than it holds."""
+    host = stored(NOT_WRITTEN, REDIS, keys=LONG, slots=slots)
+    host.chunks("prefetch", LONG[: slots - 1])
+    assert host.chunks("prefetch", LONG, "disk") == done(60)
+    assert host.in_arena(LONG).count(True) <= slots - 1
+    assert len(host.stores["redis"]) == len(host.stores["disk"]) == 60
+    assert host.stat().arena.leased == 0
+
+
 def test_nobody_waits_for_a_prefetch() -> None:
     """Its client has gone: no more chunks are read, and nothing is answered."""
     host = stored(DISK, keys=LONG, slots=60)
@@ -246,9 +257,10 @@ def test_a_move_writes_what_is_not_there_and_frees_the_arena() -> None:
     assert host.lookup(LONG).by_tier == {"cpu": 0, "disk": 60}
 
 
-def test_a_move_by_way_of_a_small_arena() -> None:
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_move_by_way_of_a_small_arena(slots: int) -> None:
     """From the disk into a store, many more chunks than the arena holds: the disk has none left."""
-    host = stored(DISK, S3, keys=LONG, slots=4)
+    host = stored(DISK, S3, keys=LONG, slots=slots)
     host.stores["s3"].clear()
     host.tier("s3").forget(LONG)
     assert host.chunks("move", LONG, "s3") == done(60)
@@ -330,7 +342,7 @@ def test_a_move_that_a_quota_forbids() -> None:
 
 def test_a_move_ends_with_its_time() -> None:
     """The tier writes too slowly: what it has is told; no more is begun, and slots come back."""
-    host = CacheHost(60, NOT_WRITTEN)
+    host = CacheHost(60, NOT_WRITTEN, write_limit_chunks=3)
     host.save(LONG)
     request = host.wish("move", ChunksWish(keys=b"".join(LONG), tier="disk", limit_s=1.0))
     host.run(limit=20)
