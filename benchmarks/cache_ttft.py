@@ -230,7 +230,7 @@ async def main(arguments: argparse.Namespace) -> int:
     logs = options.log_folder(arguments)
     print(f"logs: {logs}", flush=True)
     flags, place = options.engine_flags(arguments), options.placement(arguments)
-    disk = logs / "disk"
+    disk = logs / f"disk-{os.getpid()}"  # An older one would make cold prompts warm.
     with RedisServer(free_port(), logs) as server:
         cache = {
             "chunk_tokens": CHUNK_TOKENS,

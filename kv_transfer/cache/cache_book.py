@@ -167,6 +167,10 @@ class CacheBook:
             return []
         if not has_failed:
             pending.asked.health.answered(elapsed_s)
+            # Others remove and evict there: what is computed again has to be written again.
+            absent = pending.keys[len(pending.tiers) + present :]
+            pending.asked.forget(absent)
+            self.unmark(absent)
         pending.tiers += bytes([pending.asked.number]) * present
         self._walk(pending.keys, pending.tiers, now)
         return self._ask_next(pending, now)

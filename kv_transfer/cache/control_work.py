@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from splitserve.kv_transfer.cache.book_effects import ListTier, RemoveChunks
 from splitserve.kv_transfer.cache.control_messages import Done, LookedUp
-from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -260,8 +259,7 @@ class MoveWork:
 
     def _may_write(self) -> bool:
         """Whether one more chunk does not have to wait for others to be written."""
-        size_bytes = HEADER_BYTES + self._book.chunk_bytes
-        return not self._target.writing or self._target.can_queue(size_bytes)
+        return self._target.can_queue(self._book.chunk_bytes)
 
     def _stop(self, fetches: dict[bytes, int], now: float) -> list[Effect]:
         """What becomes of these is not waited for any more."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
-READING_SLOTS_SHARE = 2
+READING_SLOTS_SHARE = 4
 """One in so many slots may be read into: a tier that hangs does not get all of them."""
 READY_CHUNK_BYTES = 320
 """At most, of a chunk in a message, besides its checksums."""

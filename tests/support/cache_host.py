@@ -134,7 +134,7 @@ class CacheHost:
                 tier,
                 name=name,
                 is_exclusive=tier.type == "disk",
-                write_limit_bytes=write_limit_chunks * STORED_BYTES,
+                write_limit_bytes=write_limit_chunks * CHUNK_BYTES,
                 quotas=lambda tenant, name=name: self.book.quota(name, tenant),  # type: ignore[misc]
             )
             for number, (name, tier) in enumerate(zip(names, lower, strict=True), 1)
