@@ -85,7 +85,7 @@ class CachedCluster:
         total = 0.0
         for node in self.cluster.nodes:
             status = await (await self.cluster.engine(node)).status()
-            total += status.counters[f"cache_{name}"]
+            total += status.counters.get(f"cache_{name}", 0.0)
         return total
 
     async def rest(self) -> Stat:
