@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
-from splitserve.kv_transfer.cache.book_effects import (
-    AskTier,
-    Effect,
-    ProbeTier,
-    Send,
-)
+from splitserve.kv_transfer.cache.book_effects import AskTier, Effect, ProbeTier, Send
 from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry, same_content
 from splitserve.kv_transfer.cache.keys import split_keys

@@ -16,7 +16,6 @@ from splitserve.kv_transfer.cache.control_messages import Done, LookedUp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from splitserve.kv_transfer.cache.arena_book import ArenaEntry
     from splitserve.kv_transfer.cache.book_effects import AskTier, Effect
     from splitserve.kv_transfer.cache.cache_book import CacheBook
     from splitserve.kv_transfer.cache.control_messages import Result
@@ -134,8 +133,9 @@ class FetchWork:
 
 
 class MoveWork:
-    """Chunks are written to a lower tier, by way of the arena where they come from below it, and
-    (``takes_away``) leave the tiers above. Pinned ones do not leave.
+    """Chunks are written to a lower tier and (``takes_away``) leave the tiers above. Pinned ones do
+    not leave. Those that come from other lower tiers pass through the arena and do not stay there,
+    so there may be many more of them than it holds.
     """
 
     def __init__(
@@ -166,7 +166,10 @@ class MoveWork:
         """Chunks that are to be in the arena, or are and wait until they can be written; the
         numbers of their fetches, which hold them there.
         """
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, int] = {}
+        """Chunks that are being written, and the same (0: somebody else had begun it)."""
+        self._passing: set[bytes] = set()
+        """Chunks that were brought into the arena only for this."""
         self._done: set[bytes] = set()
         self._removed: dict[int, list[bytes]] = {}
 
@@ -192,17 +195,13 @@ class MoveWork:
         effects += self._take_up(now)
         if not self._target.is_usable:
             self._next = len(self._keys)
-            effects += self.give_up(now)
+            effects += self._stop(self._coming, now)
         removed, self._removed = self._removed, {}
         effects += [RemoveChunks(number, keys) for number, keys in removed.items()]
-        # Slots have become free
-        return effects + self._book.loads.feed(now) + self._book.take_effects()
+        return effects + self._book.take_effects()
 
     def give_up(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        coming, self._coming = self._coming, {}
-        for fetch in coming.values():
-            effects += self._book.loads.stop_fetching(fetch, now)
+        effects = self._stop(self._coming, now) + self._stop(self._writing, now)
         return effects + self._book.take_effects()
 
     def result(self) -> Done:
@@ -225,39 +224,58 @@ class MoveWork:
             if loads.is_fetching(fetch):
                 continue
             entry = self._book.arena.index.get(key)
-            if entry is None or self._write(entry):
-                del self._coming[key]
-                effects += loads.stop_fetching(fetch, now)
+            if entry is not None and not self._may_write():
+                continue
+            del self._coming[key]
+            if entry is not None and self._book.write_to(self._target, entry):
+                self._writing[key] = fetch
+            else:
+                effects += self._let_go(key, fetch, now)
         for key in [k for k in self._writing if k not in self._target.writing]:
-            self._writing.discard(key)
+            fetch = self._writing.pop(key)
             if self._target.has(key):
                 self._finish(key)
+            effects += self._let_go(key, fetch, now)
         return effects
 
     def _begin(self, index: int, now: float) -> list[Effect]:
         key = self._keys[index]
         assert self._there is not None
         if key in self._target.writing:
-            self._writing.add(key)
+            self._writing[key] = 0
         elif key in self._there or self._target.has(key):
             self._finish(key)
         elif self._takes_away and self._is_kept(key):
             return []
         else:
             loads = self._book.loads
+            if self._book.arena.index.get(key) is None:
+                self._passing.add(key)
             parent = self._keys[index - 1] if index else b""
             effects = loads.prefetch([key], self._until, now, parent=parent, holds=True)
             self._coming[key] = loads.latest_prefetch
             return effects
         return []
 
-    def _write(self, entry: ArenaEntry) -> bool:
-        """The chunk is being written, or cannot be; False while others have to be first."""
-        if not self._target.can_queue(self._book.chunk_bytes):
-            return False
-        if self._book.write_to(self._target, entry):
-            self._writing.add(entry.key)
-        return True
+    def _may_write(self) -> bool:
+        """Whether one more chunk does not have to wait for others to be written."""
+        return self._target.can_queue(self._book.chunk_bytes)
+
+    def _stop(self, fetches: dict[bytes, int], now: float) -> list[Effect]:
+        """What becomes of these is not waited for any more."""
+        effects: list[Effect] = []
+        while fetches:
+            effects += self._let_go(*fetches.popitem(), now)
+        return effects
+
+    def _let_go(self, key: bytes, fetch: int, now: float) -> list[Effect]:
+        """The chunk's slot is not needed for this any more: it is free, if the chunk was only
+        passing.
+        """
+        entry = self._book.arena.index.get(key)
+        if key in self._passing and entry is not None and not (entry.uses or entry.is_pinned):
+            self._book.drop_from_arena(key)
+        return self._book.loads.stop_fetching(fetch, now)
 
     def _finish(self, key: bytes) -> None:
         """The chunk is in the target."""

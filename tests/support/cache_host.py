@@ -25,6 +25,7 @@ from splitserve.kv_transfer.cache.control import Control
 from splitserve.kv_transfer.cache.control_messages import (
     ChunksWish,
     ClearWish,
+    Done,
     LookupWish,
     QuotaWish,
     Result,
@@ -76,6 +77,9 @@ LIMIT_S = 10.0
 def chain(count: int, tenant: bytes = NO_TENANT, salt: int = 0) -> list[bytes]:
     """Keys of a prompt of so many chunks."""
     return [tenant + bytes([salt]) * 20 + n.to_bytes(4, "big") for n in range(count)]
+
+
+PROMPT = chain(6)
 
 
 @dataclass
@@ -310,3 +314,22 @@ class CacheHost:
             case RemoveChunks() | ListTier():
                 if not isinstance(order, RemoveChunks) or order.clear_id:
                     self.take(control.cleared(order.clear_id, 0, False))
+
+
+def done(chunks: int, missing: int = 0) -> Done:
+    """The answer about so many chunks of the arena's size."""
+    return Done(chunks=chunks, bytes=chunks * CHUNK_BYTES, missing=missing)
+
+
+def stored(
+    *lower: TierSettings, keys: list[bytes] = PROMPT, slots: int = 20, **more: int
+) -> CacheHost:
+    """A host that has written these to its lower tiers, and has an empty arena."""
+    host = CacheHost(slots, *lower, **more)
+    for start in range(0, len(keys), slots):
+        part = keys[start : start + slots]
+        host.save(part, parent=keys[start - 1] if start else b"")
+        host.run()
+        for key in part:
+            host.book.drop_from_arena(key)
+    return host

@@ -84,6 +84,7 @@ def workers(tier: BadTier) -> Iterator[Workers]:
     made = Workers(tier)
     yield made
     made.threads.stop()
+    assert made.threads.join()
 
 
 def test_each_key_is_answered(workers: Workers) -> None:
@@ -132,12 +133,8 @@ def test_a_clear_ends_with_the_server(workers: Workers, tier: BadTier) -> None:
     tier.may_go_on.clear()
     workers.threads.clear(3, b"")
     assert tier.begun.wait(DEADLINE_S)
-    stopper = threading.Thread(target=workers.threads.stop)
-    stopper.start()
-    while not workers.threads.is_stopping:
-        stopper.join(0.01)
+    workers.threads.stop()
     tier.may_go_on.set()
-    stopper.join(DEADLINE_S)
-    assert not stopper.is_alive()
+    assert workers.threads.join()
     assert workers.until(Cleared) == [Cleared(3, REMOVE_BATCH_LIMIT, False)]
     assert len(tier.chunks) == REMOVE_BATCH_LIMIT
