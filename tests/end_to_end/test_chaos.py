@@ -36,9 +36,8 @@ async def test_two_minutes_of_chaos(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [pytest.param(SECONDS, marks=LONG)])
 async def test_two_minutes_of_chaos_with_a_cache(tmp_path: Path, seconds: float) -> None:
-    """The cache's server and its stores are killed, stopped, filled, emptied and spoilt too: none of
-    this excuses a failure, every tier is read from, and in the end the cache holds nothing for
-    anybody.
+    """The cache's server and its stores are killed, stopped, filled, emptied and spoilt too: that
+    excuses no failure, every tier is read from, and in the end the cache holds nothing for anybody.
     """
     plan = Plan(
         seed=2_026,
