@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from collections import deque
 from contextlib import suppress
@@ -170,12 +169,11 @@ class CacheThread:
     def _wait(self) -> None:
         if self._commands:
             return
-        readable: list[Any] = [self._wakeup]
-        readable += [c for c in (self._connection, self._greeting) if c is not None]
+        connections = (c for c in (self._connection, self._greeting) if c is not None)
         until = min(
             self._loads.next_deadline(), self._saves.next_deadline(), monotonic() + IDLE_WAIT_S
         )
-        select.select(readable, [], [], max(0.0, until - monotonic()))
+        packets.wait([self._wakeup, *(c.fileno() for c in connections)], until - monotonic())
 
     def _turn(self, now: float) -> None:
         with suppress(BlockingIOError):  # Woken by something else.

@@ -90,7 +90,9 @@ class PageConverter:
         area = (ctypes.c_uint8 * size).from_address(layout.layer_bases[layer])
         shape = (layout.num_blocks, layout.heads, layout.head_bytes)
         return as_strided(
-            np.frombuffer(memoryview(area), np.uint8), shape, (layout.block_stride, layout.head_bytes, 1)
+            np.frombuffer(memoryview(area), np.uint8),
+            shape,
+            (layout.block_stride, layout.head_bytes, 1),
         )
 
 
