@@ -48,6 +48,8 @@ class Tier(MemoryTier):
         self.fails: Exception | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.may_read = threading.Event()
+        self.may_read.set()
         self.is_closed = False
 
     def _check(self) -> None:
@@ -60,6 +62,7 @@ class Tier(MemoryTier):
         return super().contains(keys)
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
+        assert self.may_read.wait(20)
         for index, outcome in super().read(chunks):
             if index == 1:
                 self._check()
@@ -199,6 +202,18 @@ def test_questions(rig: Rig) -> None:
     rig.workers.clear(9, bytes(8))
     assert rig.until(1) == [Cleared(9, 2)]
     assert not rig.tier.chunks
+
+
+def test_a_question_does_not_wait_for_reads(rig: Rig) -> None:
+    """Its answer is there while a read takes long."""
+    rig.write(1)
+    rig.until(1)
+    rig.tier.may_read.clear()
+    rig.read(1)
+    rig.workers.ask(1, KEYS[1:2])
+    assert isinstance(rig.until(1)[0], Asked)
+    rig.tier.may_read.set()
+    assert isinstance(rig.until(1)[0], WasRead)
 
 
 def test_a_model_whose_checksums_no_header_holds(rig: Rig) -> None:
