@@ -89,8 +89,9 @@ class PageConverter:
         size = (layout.num_blocks - 1) * layout.block_stride + layout.page_bytes
         area = (ctypes.c_uint8 * size).from_address(layout.layer_bases[layer])
         shape = (layout.num_blocks, layout.heads, layout.head_bytes)
-        strides = (layout.block_stride, layout.head_bytes, 1)
-        return as_strided(np.frombuffer(memoryview(area), np.uint8), shape, strides)
+        return as_strided(
+            np.ctypeslib.as_array(area), shape, (layout.block_stride, layout.head_bytes, 1)
+        )
 
 
 @lru_cache(maxsize=256)

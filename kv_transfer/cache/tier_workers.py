@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from queue import Empty, Queue
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.tiers.base import (
@@ -177,11 +177,11 @@ class TierWorkers:
             with suppress(Empty):
                 while True:
                     queue.get_nowait()
-        queues: dict[str, Queue[Any]] = {
-            "read": self._reads, "ask": self._asks, "write": self._writes,
+        ends: dict[str, Callable[[None], None]] = {
+            "read": self._reads.put, "ask": self._asks.put, "write": self._writes.put,
         }  # fmt: skip
         for thread in self._threads:
-            queues[thread.name.rpartition("-")[2]].put(None)
+            ends[thread.name.rpartition("-")[2]](None)
 
     def join(self) -> bool:
         """The threads have ended; False: one has died, or hangs in a call that has a timeout of its
