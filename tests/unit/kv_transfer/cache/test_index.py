@@ -118,6 +118,23 @@ def test_no_room_changes_nothing() -> None:
     assert [entry.key for entry in gone] == [old[1], old[0], new[1], new[0]]
 
 
+def test_no_room_counts_no_hits() -> None:
+    """Uses that a parent has learnt from a child that came back are taken back too."""
+    index: TierIndex[int] = TierIndex(3)
+    keys, held = chain("a", 2), chain("held", 1)
+    store(index, keys)
+    store(index, held)
+    index.prefix(keys, 0.0)
+    entry, parent = index.get(held[0]), index.get(keys[0])
+    assert entry is not None
+    assert parent is not None
+    index.lease(entry)
+    for _ in range(3):
+        assert index.make_room(3, "t") is None
+    index.remove(keys[1])
+    assert parent.hits == 1
+
+
 def test_a_tenant_at_its_quota_loses_its_own_chunks() -> None:
     """Others lose nothing to it, and one below its quota gets the room that others use."""
     quotas = {"small": 2}
