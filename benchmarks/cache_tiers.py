@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 MODEL = bytes(32)
 GB = 1e9
 S3_THREADS = 4
-BENCHMARK_REQUESTS_BYTES = 1_000_000_000
+BENCHMARK_REQUESTS_BYTES = 300_000_000
 
 
 def _geometry(layers: int, tokens: int, heads: int) -> ChunkGeometry:
@@ -87,9 +87,13 @@ class Contestant:
     """Somebody who moves all chunks of a set."""
 
     name: str
-    run: Callable[[], object]
+    run: Callable[[], float | None]
+    """Returns its own GB/s where it is another program that measures itself."""
     before: Callable[[], object] = lambda: None
     """Not timed."""
+    is_peer: bool = False
+    reads: bool = False
+    """Into the chunks' buffers."""
 
 
 class Chunks:
@@ -155,12 +159,10 @@ class Results:
         self.rounds = rounds
         self.rows: list[dict[str, Any]] = []
 
-    def measure(
-        self, label: tuple[str, str], chunks: Chunks, contestants: list[Contestant], reads: bool
-    ) -> None:
-        """Rounds of all of them; the last one is the peer. ``label`` is (what, size)."""
-        if reads:
-            for contestant in contestants:
+    def measure(self, what: str, size: str, chunks: Chunks, contestants: list[Contestant]) -> None:
+        """Rounds of all of them, after each has proven that it reads right."""
+        for contestant in contestants:
+            if contestant.reads:
                 chunks.check(contestant)
         speeds: dict[str, list[float]] = defaultdict(list)
         cpu: dict[str, list[float]] = defaultdict(list)
@@ -169,26 +171,26 @@ class Results:
             for contestant in contestants[first:] + contestants[:first]:
                 contestant.before()
                 busy, began = time.process_time(), time.perf_counter()
-                contestant.run()
+                told = contestant.run()
                 seconds = time.perf_counter() - began
                 cpu[contestant.name].append((time.process_time() - busy) / chunks.total_bytes * GB)
-                speeds[contestant.name].append(chunks.total_bytes / seconds / GB)
-        peer = speeds[contestants[-1].name]
+                speeds[contestant.name].append(told or chunks.total_bytes / seconds / GB)
+        peers = [contestant.name for contestant in contestants if contestant.is_peer]
         for contestant in contestants:
-            values = speeds[contestant.name]
-            ratios = [value / other for value, other in zip(values, peer, strict=True)]
-            row = {
-                "what": label[0],
-                "size": label[1],
-                "chunks": len(chunks.written),
-                "who": contestant.name,
-                "gb_per_s": summarise(values).as_dict(),
-                "ratio": summarise(ratios).as_dict(),
-                "cpu_s_per_gb": summarise(cpu[contestant.name]).as_dict(),
+            name = contestant.name
+            row = {"what": what, "size": size, "chunks": len(chunks.written), "who": name}
+            row["gb_per_s"] = summarise(speeds[name]).as_dict()
+            row["cpu_s_per_gb"] = summarise(cpu[name]).as_dict()
+            row["ratios"] = {
+                peer: summarise(
+                    [one / other for one, other in zip(speeds[name], speeds[peer], strict=True)]
+                ).as_dict()
+                for peer in peers
+                if not contestant.is_peer
             }
             self.rows.append(row)
-            ratio = summarise(ratios).text(2)
-            print(f"{label[0]:18} {label[1]:8} {contestant.name:22} {ratio}", flush=True)
+            shown = {peer: ratio["median"] for peer, ratio in row["ratios"].items()}
+            print(f"{what:20} {size:8} {name:16} {shown}", flush=True)
 
 
 def measure_disk(results: Results, folder: Path, size: str, chunks: Chunks) -> None:
@@ -203,33 +205,41 @@ def measure_disk(results: Results, folder: Path, size: str, chunks: Chunks) -> N
         tier_writes(tier, chunks)
         paths = [next(place.rglob(chunk.key.hex())) for chunk in chunks.written]
 
-        def plain(paths: list[Path] = paths, flags: int = flags) -> None:
-            for path, chunk in zip(paths, chunks.read, strict=True):
-                _preadv(path, chunk, flags)
-
-        def reads(tier: Tier = tier, verified: bool = False) -> None:
-            tier_reads(tier, chunks, verified)
-
-        def verified(tier: Tier = tier) -> None:
-            tier_reads(tier, chunks, True)
-
-        cold = lambda paths=paths: _forget(paths)  # noqa: E731
-        contestants = [
-            Contestant("tier, verified", verified, cold),
-            Contestant("tier", reads, cold),
-            Contestant("preadv", plain, cold),
-        ]
-        results.measure((f"disk {io}, cold", size), chunks, contestants, reads=True)
-        if io == "buffered":
-            warm = [Contestant(c.name, c.run, plain) for c in contestants]
-            results.measure((f"disk {io}, warm", size), chunks, warm, reads=True)
-        writers = [
-            Contestant("tier", lambda tier=tier: tier_writes(tier, chunks), os.sync),
-            Contestant("writev", lambda f=flags, p=paths: _writev(p, chunks, f), os.sync),
-        ]
-        results.measure((f"disk {io}, write", size), chunks, writers, reads=False)
+        _measure_mode(results, f"disk {io}", size, chunks, tier, paths, flags)
         tier.close()
         shutil.rmtree(place)
+
+
+def _measure_mode(
+    results: Results,
+    what: str,
+    size: str,
+    chunks: Chunks,
+    tier: Tier,
+    paths: list[Path],
+    flags: int,
+) -> None:
+    def plain() -> None:
+        for path, chunk in zip(paths, chunks.read, strict=True):
+            _preadv(path, chunk, flags)
+
+    def measure(kind: str, before: Callable[[], object]) -> None:
+        contestants = [
+            Contestant("tier, verified", lambda: tier_reads(tier, chunks, True), before),
+            Contestant("tier", lambda: tier_reads(tier, chunks, False), before),
+            Contestant("preadv", plain, before, is_peer=True),
+        ]
+        contestants = [replace(contestant, reads=True) for contestant in contestants]
+        results.measure(f"{what}, {kind}", size, chunks, contestants)
+
+    measure("cold", lambda: _forget(paths))
+    if flags == 0:
+        measure("warm", plain)
+    writers = [
+        Contestant("tier", lambda: tier_writes(tier, chunks), os.sync),
+        Contestant("writev", lambda: _writev(paths, chunks, flags), os.sync, is_peer=True),
+    ]
+    results.measure(f"{what}, write", size, chunks, writers)
 
 
 def _forget(paths: list[Path]) -> None:
@@ -275,25 +285,21 @@ def measure_redis(results: Results, port: int, size: str, chunks: Chunks) -> Non
             client.set(name, value)
 
     assert [client.get(name) for name in names] == values
-    readers = [
-        Contestant("tier, verified", lambda: tier_reads(tier, chunks, True)),
-        Contestant("tier", lambda: tier_reads(tier, chunks, False)),
+
+    def benchmark() -> float:
+        return redis_benchmark(port, names[0], chunks.chunk_bytes)
+
+    contestants = [
+        *_tier_readers(tier, chunks),
+        Contestant("redis-py", plain, is_peer=True),
+        Contestant("redis-benchmark", benchmark, is_peer=True),
     ]
-    for reader in readers:
-        chunks.check(reader)
-    results.measure(
-        ("redis, read", size), chunks, [*readers, Contestant("redis-py", plain)], reads=False
-    )
-    ours = results.rows[-3:-1]
-    judged = [redis_benchmark(port, names[0], chunks.chunk_bytes) for _ in range(results.rounds)]
-    for row in ours:
-        row["of_redis_benchmark"] = row["gb_per_s"]["median"] / summarise(judged).median
-    results.rows[-1]["redis_benchmark_gb_per_s"] = summarise(judged).as_dict()
+    results.measure("redis, read", size, chunks, contestants)
     writers = [
         Contestant("tier", lambda: tier_writes(tier, chunks)),
-        Contestant("redis-py", plain_writes),
+        Contestant("redis-py", plain_writes, is_peer=True),
     ]
-    results.measure(("redis, write", size), chunks, writers, reads=False)
+    results.measure("redis, write", size, chunks, writers)
     client.flushall()
     client.close()
     tier.close()
@@ -327,32 +333,32 @@ def measure_s3(results: Results, endpoint: str, size: str, chunks: Chunks) -> No
     def plain() -> None:
         assert set(threads.map(get, chunks.written)) == {size_of}
 
-    readers = [
-        Contestant("tier, verified", lambda: tier_reads(tier, chunks, True)),
-        Contestant("tier", lambda: tier_reads(tier, chunks, False)),
-    ]
-    for reader in readers:
-        chunks.check(reader)
-    results.measure(
-        ("s3, read", size), chunks, [*readers, Contestant("obstore ranges", plain)], reads=False
-    )
+    contestants = [*_tier_readers(tier, chunks), Contestant("obstore ranges", plain, is_peer=True)]
+    results.measure("s3, read", size, chunks, contestants)
     tier.close()
     threads.shutdown()
+
+
+def _tier_readers(tier: Tier, chunks: Chunks) -> list[Contestant]:
+    return [
+        Contestant("tier, verified", lambda: tier_reads(tier, chunks, True), reads=True),
+        Contestant("tier", lambda: tier_reads(tier, chunks, False), reads=True),
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The report's table."""
     lines = []
     for row in rows:
-        cells = [
-            f"{row[key]['median']:.2f} [{row[key]['low']:.2f} to {row[key]['high']:.2f}]"
-            for key in ("gb_per_s", "ratio")
-        ]
-        also = f"{row['of_redis_benchmark']:.2f}" if "of_redis_benchmark" in row else ""
-        busy = f"{row['cpu_s_per_gb']['median']:.2f}"
-        lines.append([row["what"], row["size"], row["who"], *cells, also, busy])
-    header = ["what", "chunk", "who", "GB/s", "of the peer", "of redis-benchmark", "CPU s/GB"]
-    return report.table(header, lines)
+        ratios = ", ".join(f"{spread(r)} of {peer}" for peer, r in row["ratios"].items())
+        busy = f"{row['cpu_s_per_gb']['median']:.2f}" if row["who"] != "redis-benchmark" else ""
+        lines.append([row["what"], row["size"], row["who"], spread(row["gb_per_s"]), ratios, busy])
+    return report.table(["what", "chunk", "who", "GB/s", "ratio", "CPU s/GB"], lines)
+
+
+def spread(summary: dict[str, float]) -> str:
+    """``median [low to high]``."""
+    return f"{summary['median']:.2f} [{summary['low']:.2f} to {summary['high']:.2f}]"
 
 
 def each(chosen: list[str]) -> Iterator[tuple[str, Chunks]]:
@@ -390,7 +396,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     tables = [
-        f"{chosen.rounds} rounds, median [lowest to highest]; the last of each group is the peer. "
+        f"{chosen.rounds} rounds, median [lowest to highest]. "
         f"Other work: load average {load_before:.1f} before the run.",
         table(results.rows),
     ]

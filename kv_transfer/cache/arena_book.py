@@ -93,10 +93,10 @@ class ArenaBook:
         self.index.withdraw(entry)
         self.arena.give_back(entry.value.offset)
 
-    def lease(self, entry: ArenaEntry) -> None:
+    def lease(self, entry: ArenaEntry, *, is_use: bool = True) -> None:
         """One reader more: the slot keeps its content until ``release``."""
         self._leases += 1
-        self.index.lease(entry)
+        self.index.lease(entry, is_use=is_use)
 
     def release(self, entry: ArenaEntry) -> None:
         """One reader less."""

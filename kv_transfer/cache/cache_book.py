@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
-from splitserve.kv_transfer.cache.book_effects import (
-    AskTier,
-    Effect,
-    ProbeTier,
-    Send,
-)
+from splitserve.kv_transfer.cache.book_effects import AskTier, Effect, ProbeTier, Send
 from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry, same_content
 from splitserve.kv_transfer.cache.keys import split_keys
@@ -172,6 +167,10 @@ class CacheBook:
             return []
         if not has_failed:
             pending.asked.health.answered(elapsed_s)
+            # Others remove and evict there: what is computed again has to be written again.
+            absent = pending.keys[len(pending.tiers) + present :]
+            pending.asked.forget(absent)
+            self.unmark(absent)
         pending.tiers += bytes([pending.asked.number]) * present
         self._walk(pending.keys, pending.tiers, now)
         return self._ask_next(pending, now)
@@ -257,8 +256,7 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
-        if outcome != "written":
-            self.unmark([key])
+        self.unmark([key])
         return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
@@ -315,7 +313,7 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.lease(entry)
+        self.arena.lease(entry, is_use=False)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True

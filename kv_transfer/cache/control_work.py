@@ -133,8 +133,9 @@ class FetchWork:
 
 
 class MoveWork:
-    """Chunks are written to a lower tier, by way of the arena where they come from below it, and
-    (``takes_away``) leave the tiers above. Pinned ones do not leave.
+    """Chunks are written to a lower tier and (``takes_away``) leave the tiers above. Pinned ones do
+    not leave. Those that come from other lower tiers pass through the arena and do not stay there,
+    so there may be many more of them than it holds.
     """
 
     def __init__(
@@ -162,10 +163,13 @@ class MoveWork:
         self._next = 0
         """Chunks before this index are begun."""
         self._coming: dict[bytes, int] = {}
-        """Chunks that are to be in the arena, or are and wait until they can be written; their
-        fetches.
+        """Chunks that are to be in the arena, or are and wait until they can be written; the
+        numbers of their fetches, which hold them there.
         """
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, int] = {}
+        """Chunks that are being written, and the same (0: somebody else had begun it)."""
+        self._passing: set[bytes] = set()
+        """Chunks that were brought into the arena only for this."""
         self._done: set[bytes] = set()
         self._removed: dict[int, list[bytes]] = {}
 
@@ -180,8 +184,7 @@ class MoveWork:
                 return []
             self._is_asking = True
             return [self._ask(self._target, self._keys, self._answered)]
-        self._take_up()
-        effects: list[Effect] = []
+        effects = self._take_up(now)
         while (
             self._next < len(self._keys)
             and len(self._coming) + len(self._writing) < WINDOW_CHUNKS
@@ -189,17 +192,16 @@ class MoveWork:
         ):
             effects += self._begin(self._next, now)
             self._next += 1
+        effects += self._take_up(now)
         if not self._target.is_usable:
             self._next = len(self._keys)
-            self._coming.clear()
+            effects += self._stop(self._coming, now)
         removed, self._removed = self._removed, {}
         effects += [RemoveChunks(number, keys) for number, keys in removed.items()]
         return effects + self._book.take_effects()
 
     def give_up(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for fetch in self._coming.values():
-            effects += self._book.loads.stop_fetching(fetch, now)
+        effects = self._stop(self._coming, now) + self._stop(self._writing, now)
         return effects + self._book.take_effects()
 
     def result(self) -> Done:
@@ -214,48 +216,66 @@ class MoveWork:
         found = found or ()
         self._there = {k for k, is_there in zip(self._keys, found, strict=False) if is_there}
 
-    def _take_up(self) -> None:
+    def _take_up(self, now: float) -> list[Effect]:
         """What was ordered has come, or will not come."""
+        loads = self._book.loads
+        effects: list[Effect] = []
         for key, fetch in list(self._coming.items()):
-            if self._book.arena.index.get(key) is not None:
-                self._write(key, fetch)
-            elif not self._book.loads.is_fetching(fetch):
-                del self._coming[key]
+            if loads.is_fetching(fetch):
+                continue
+            entry = self._book.arena.index.get(key)
+            if entry is not None and not self._may_write():
+                continue
+            del self._coming[key]
+            if entry is not None and self._book.write_to(self._target, entry):
+                self._writing[key] = fetch
+            else:
+                effects += self._let_go(key, fetch, now)
         for key in [k for k in self._writing if k not in self._target.writing]:
-            self._writing.discard(key)
+            fetch = self._writing.pop(key)
             if self._target.has(key):
                 self._finish(key)
+            effects += self._let_go(key, fetch, now)
+        return effects
 
     def _begin(self, index: int, now: float) -> list[Effect]:
         key = self._keys[index]
         assert self._there is not None
         if key in self._target.writing:
-            self._writing.add(key)
+            self._writing[key] = 0
         elif key in self._there or self._target.has(key):
             self._finish(key)
         elif self._takes_away and self._is_kept(key):
             return []
-        elif self._book.arena.index.get(key) is not None:
-            self._write(key, 0)
         else:
             loads = self._book.loads
+            if self._book.arena.index.get(key) is None:
+                self._passing.add(key)
             parent = self._keys[index - 1] if index else b""
-            effects = loads.prefetch([key], self._until, now, parent=parent)
-            if loads.is_fetching(loads.latest_prefetch):
-                self._coming[key] = loads.latest_prefetch
+            effects = loads.prefetch([key], self._until, now, parent=parent, holds=True)
+            self._coming[key] = loads.latest_prefetch
             return effects
         return []
 
-    def _write(self, key: bytes, fetch: int) -> None:
-        """The chunk, which is in the arena, is being written as soon as there is room for that."""
+    def _may_write(self) -> bool:
+        """Whether one more chunk does not have to wait for others to be written."""
+        return self._target.can_queue(self._book.chunk_bytes)
+
+    def _stop(self, fetches: dict[bytes, int], now: float) -> list[Effect]:
+        """What becomes of these is not waited for any more."""
+        effects: list[Effect] = []
+        while fetches:
+            effects += self._let_go(*fetches.popitem(), now)
+        return effects
+
+    def _let_go(self, key: bytes, fetch: int, now: float) -> list[Effect]:
+        """The chunk's slot is not needed for this any more: it is free, if the chunk was only
+        passing.
+        """
         entry = self._book.arena.index.get(key)
-        assert entry is not None
-        if not self._target.can_queue(self._book.chunk_bytes) and self._target.writing:
-            self._coming[key] = fetch
-            return
-        self._coming.pop(key, None)
-        if self._book.write_to(self._target, entry):
-            self._writing.add(key)
+        if key in self._passing and entry is not None and not (entry.uses or entry.is_pinned):
+            self._book.drop_from_arena(key)
+        return self._book.loads.stop_fetching(fetch, now)
 
     def _finish(self, key: bytes) -> None:
         """The chunk is in the target."""
@@ -319,6 +339,7 @@ class ClearWork:
             self._chunks += len(gone)
             self._bytes += len(gone) * self._book.chunk_bytes if gone else 0
             self._book.unmark([entry.key for entry in gone])
+            effects += self._book.loads.feed(now)
         return effects + self._book.take_effects()
 
     def cleared(self, clear_id: int, chunks: int, is_complete: bool) -> None:

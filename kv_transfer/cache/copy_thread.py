@@ -101,7 +101,8 @@ class CacheThread:
     # -- the engine's thread -------------------------------------------------------------------
 
     def start(self) -> None:
-        """The thread runs; the server need not be there yet."""
+        """The thread runs and looks for the server at once, which need not be there yet."""
+        self._wake()
         self._thread.start()
 
     def begin_step(self, orders: CacheOrders) -> None:
@@ -302,6 +303,10 @@ class CacheThread:
             return
         try:
             self._arena, self._mapped_bytes = Mapping(descriptor, greeting.size_bytes), 0
+        except OSError as error:
+            logger.warning("the cache's arena cannot be mapped: %s", error)
+            connection.close()
+            return
         finally:
             os.close(descriptor)
         self._connection = connection
@@ -312,7 +317,8 @@ class CacheThread:
     def _disconnect(self, reason: str) -> None:
         """No copy is under way: the thread that copies is this one."""
         if self._connection is not None:
-            logger.warning("without the cache for now: %s", reason)
+            if not self._stopping:
+                logger.warning("without the cache for now: %s", reason)
             self._connection.close()
         if self._greeting is not None:
             self._greeting.close()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.5e-3
 """How long the scheduler waits for the answer to a look-up before it goes on without."""
 LOADS_PER_REQUEST_LIMIT = 2
+FOREIGN_LIMIT_KEYS = 65_536
+"""Chunks in an order that the engine cannot read, which it remembers."""
 STEPS_LIMIT = 16
 """Steps that are planned and not reported."""
 CHUNKS_PER_SAVE_LIMIT = 1_024
@@ -87,7 +89,7 @@ class CachedPrompt:
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
-    """Chunks behind this one have failed to come."""
+    """Chunks from this one on have failed to come, or cannot be read."""
     loads: int = 0
     was_parked: bool = False
     """It has waited for tokens from outside; asked again, they did not come."""
@@ -97,6 +99,11 @@ class CachedPrompt:
     """Of the open load."""
     saved: int = 0
     """Leading chunks that the host has, or gets."""
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all whole chunks, those of the answer too once the request has ended."""
+        return self.chain.keys
 
 
 @dataclass(eq=False)
@@ -150,6 +157,8 @@ class EngineCache:
         self._steps: OrderedDict[int, tuple[int, float]] = OrderedDict()
         """Number of a step to its prompt tokens and when it was planned, until it is reported."""
         self._reported_at = 0.0
+        self._foreign: OrderedDict[bytes, None] = OrderedDict()
+        """Chunks that this engine cannot read, oldest first: they are not asked for again."""
         self.costs = FetchCosts(geometry.chunk_tokens, geometry.chunk_bytes)
         self.counters: defaultdict[str, float] = defaultdict(float)
 
@@ -227,7 +236,7 @@ class EngineCache:
         self._loads.append(LoadOrder(
             load_id=self._count,
             request_id=request_id,
-            keys=b"".join(prompt.chain.keys[first:last]),
+            keys=b"".join(prompt.keys[first:last]),
             first_block=skipped // self._block_tokens,
             block_ids=tuple(block_ids[start // self._block_tokens : end // self._block_tokens]),
             limit_s=self._config.load_timeout_s,
@@ -245,7 +254,7 @@ class EngineCache:
             return
         self._planned_tokens += min(tokens, prompt.prompt_tokens - computed_before)
         self._note_known(prompt)
-        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.chain.keys))
+        whole = min((computed_before + tokens) // self._chunk_tokens, len(prompt.keys))
         if whole > prompt.saved:
             self._save(prompt, whole, block_ids, is_final=False)
 
@@ -333,8 +342,9 @@ class EngineCache:
             prompt.has_waited = True
             prompt.hits = self._lookups.answer(prompt.lookup_id, wait_s)
             if prompt.hits is not None:
+                prompt.limit_chunks = self._readable(prompt.keys[: len(prompt.hits.tiers)])
                 prompt.lookup_id = None
-                self.counters["asked_chunks"] += len(prompt.chain.keys)
+                self.counters["asked_chunks"] += len(prompt.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
 
@@ -343,9 +353,15 @@ class EngineCache:
         saved more of the prompt meanwhile.
         """
         prompt.was_parked = prompt.has_waited = False
-        if prompt.lookup_id is None and prompt.chain.keys:
-            prompt.lookup_id = self._lookups.ask(prompt.chain.keys)
+        if prompt.lookup_id is None and prompt.keys:
+            prompt.lookup_id = self._lookups.ask(prompt.keys)
             prompt.hits = None if prompt.lookup_id is not None else NOTHING
+
+    def _readable(self, keys: Sequence[bytes]) -> int:
+        """How many of these chunks, from the first one on, this engine may be able to read."""
+        if not self._foreign:
+            return len(keys)
+        return next((i for i, key in enumerate(keys) if key in self._foreign), len(keys))
 
     def _note_known(self, prompt: CachedPrompt) -> None:
         """Chunks that the look-up found need not be saved."""
@@ -374,8 +390,8 @@ class EngineCache:
         self._open_saves[self._count] = OpenSave(ids, size)
         self._saves.append(SaveOrder(
             save_id=self._count,
-            parent=prompt.chain.keys[first - 1] if first else b"",
-            keys=b"".join(prompt.chain.keys[first:whole]),
+            parent=prompt.keys[first - 1] if first else b"",
+            keys=b"".join(prompt.keys[first:whole]),
             block_ids=ids,
             is_final=is_final,
             marks=self._marks(prompt, first, whole),
@@ -410,6 +426,10 @@ class EngineCache:
         if prompt is None:
             return
         if good < loaded.wanted:
+            if any(each.is_foreign and each.chunks == good for each in load.ended):
+                self._foreign[prompt.keys[prompt.first_chunk + good]] = None
+                while len(self._foreign) > FOREIGN_LIMIT_KEYS:
+                    self._foreign.popitem(last=False)
             prompt.limit_chunks = prompt.first_chunk + good
             prompt.saved = min(prompt.saved, prompt.limit_chunks)
         elif prompt.hits is not None:

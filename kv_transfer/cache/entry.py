@@ -24,7 +24,7 @@ class Entry(Generic[V]):
     added: float = 0.0
     """When it was published; its time to live begins here."""
     uses: int = 0
-    """Leases taken so far."""
+    """Leases that counted as one, so far."""
     leases: int = 0
     """Readers that hold it now."""
     is_pinned: bool = False

@@ -245,12 +245,12 @@ class TierIndex(Generic[V]):
 
     # -- holding ---------------------------------------------------------------------------------
 
-    def lease(self, entry: Entry[V]) -> None:
-        """A reader holds the chunk, which is here; counts as one of its uses."""
+    def lease(self, entry: Entry[V], *, is_use: bool = True) -> None:
+        """A reader holds the chunk, which is here; counts as one of its uses, or does not."""
         assert entry.is_present, "a chunk that is gone cannot be leased"
         self.leased += not entry.leases
         entry.leases += 1
-        entry.uses += 1
+        entry.uses += is_use
 
     def release(self, entry: Entry[V]) -> bool:
         """A reader lets go. True when the chunk was removed meanwhile and this was its last reader:

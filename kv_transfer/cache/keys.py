@@ -97,8 +97,8 @@ class KeyChain:
         for start in range(len(keys) * size, len(tokens) - size + 1, size):
             _encode_into(tokens[start : start + size], buffer)
             update(buffer)
-            if self._media:
-                update(_encode(_inside(self._media, start, start + size)))
+            if self._media and (inside := _inside(self._media, start, start + size)):
+                update(_encode(inside))
             keys.append(tag + digest(HASH_BYTES))
         return keys
 

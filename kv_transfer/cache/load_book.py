@@ -3,7 +3,8 @@
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
 and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
 that of a chunk which its own load has brought and is done with, so a load may be larger than the
-arena; else it waits for one until its load's time is over, or gives up when nobody holds any.
+arena (but not that of a prefetch, for which the prompt's beginning is worth most); else it waits
+for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The client of a prefetch."""
-READING_SLOTS_SHARE = 2
+READING_SLOTS_SHARE = 4
 """One in so many slots may be read into: a tier that hangs does not get all of them."""
 READY_CHUNK_BYTES = 320
 """At most, of a chunk in a message, besides its checksums."""
@@ -39,16 +40,19 @@ class Load:
     load_id: int
     keys: list[bytes]
     until: float
+    """Infinite when that is over."""
+    end: int
+    """Chunks from this index on will not come."""
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
+    holds: bool = True
+    """Whether chunks that are there are kept in place until the load is closed."""
     held: dict[int, ArenaEntry] = field(default_factory=dict)
     """Chunks that the client may read now, by index."""
     wanted: int = 0
     """Chunks before this index are asked for or answered."""
-    end: int = 0
-    """Chunks from this index on will not come."""
     brought: set[int] = field(default_factory=set)
     """Chunks that a tier has brought for it, and for which it has not given up the slot."""
-    parent: bytes = b""
-    """Key of the chunk before the first one, where it is known."""
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -114,19 +118,28 @@ class LoadBook:
 
     def is_fetching(self, prefetch: int) -> bool:
         """Whether more may come of a prefetch."""
-        return (NOBODY, prefetch) in self._loads
+        load = self._loads.get((NOBODY, prefetch))
+        return load is not None and (not load.is_over() or self._is_awaited(load))
 
     def prefetch(
-        self, keys: list[bytes], until: float, now: float, *, parent: bytes = b""
+        self,
+        keys: list[bytes],
+        until: float,
+        now: float,
+        *,
+        parent: bytes = b"",
+        holds: bool = False,
     ) -> list[Effect]:
-        """These are brought into the arena for nobody in particular."""
+        """These are brought into the arena for nobody in particular; with ``holds`` they stay there
+        until ``stop_fetching``.
+        """
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys), parent=parent)
+        load = Load(NOBODY, self._prefetches, keys, until, len(keys), parent, holds)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
 
     def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
-        """No more chunks are asked for; those that are on their way arrive."""
+        """No more chunks are asked for, and none is held; those on their way arrive."""
         return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
@@ -222,9 +235,11 @@ class LoadBook:
             entry = self._arena.index.get(key)
             if entry is not None:
                 load.wanted += 1
-                effects += self._on_used(entry)
                 if load.client != NOBODY:
+                    effects += self._on_used(entry)
+                if load.holds:
                     self._lend(load, index, entry)
+                if load.client != NOBODY:
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -245,7 +260,7 @@ class LoadBook:
             load.wanted += 1
         for part in _parts(ready):
             effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
-        if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
+        if not load.holds and not self.is_fetching(load.load_id):
             self._forget(load)
         return effects
 
@@ -265,7 +280,7 @@ class LoadBook:
             return None
         parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
-        if entry is None and self._recycle(load, index):
+        if entry is None and load.client != NOBODY and self._recycle(load, index):
             entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
@@ -298,19 +313,21 @@ class LoadBook:
         return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
-        if load.client == NOBODY:
-            if load.is_over() and not self._is_awaited(load):
+        if not load.holds:
+            if not self.is_fetching(load.load_id):
                 self._forget(load)
             return []
         if not self._is_open(load):
             return []
         self._lend(load, index, entry)
+        if load.client == NOBODY:
+            return []
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
 
     def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
-        self._arena.lease(entry)
+        self._arena.lease(entry, is_use=load.client != NOBODY)
         load.held[index] = entry
-        self.counters["chunks_lent"] += 1
+        self.counters["chunks_lent"] += load.client != NOBODY
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -320,7 +337,7 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            if not self._is_awaited(load):
+            if not load.holds and not self._is_awaited(load):
                 self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]

@@ -60,6 +60,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """Chunks that are in place, from the first one on."""
     size_bytes: int
     elapsed_s: float
+    is_foreign: bool = False
+    """The next chunk is there, in an order that this engine cannot read."""
 
     @property
     def is_whole(self) -> bool:

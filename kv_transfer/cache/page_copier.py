@@ -6,12 +6,15 @@ costs a fraction of the copy. Copies release the interpreter: the engine's threa
 
 from __future__ import annotations
 
+import enum
 import itertools
 from ctypes import memmove
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64
+
+from splitserve.kv_transfer.cache.page_converter import PageConverter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +28,16 @@ COPY_LIMIT_BYTES = 256 * 1024
 WORD_BYTES = 8
 NOT_COPIED = -1
 NOT_SUMMED = -1
+
+
+class Copied(enum.Enum):
+    """What became of a chunk that was to be loaded."""
+
+    WHOLE = "whole"
+    BROKEN = "broken"
+    """Its checksums do not fit: the pages hold anything."""
+    FOREIGN = "foreign"
+    """Nobody here knows how its bytes are ordered."""
 
 
 class Step(NamedTuple):
@@ -47,6 +60,7 @@ class PageCopier:
         assert geometry.layers == layout.layers
         assert layout.head_bytes == geometry.slice_bytes, (layout, geometry)
         self._layout = layout
+        self._converter = PageConverter(layout, geometry)
         self.geometry = geometry
 
     @property
@@ -56,10 +70,21 @@ class PageCopier:
 
     def load(
         self, arena: Mapping, chunk: ReadyChunk, first_block: int, block_ids: Sequence[int]
-    ) -> bool:
-        """The chunk's blocks from ``first_block`` on are in the pages ``block_ids``. False when its
-        checksums do not fit: the pages hold anything then.
+    ) -> Copied:
+        """The chunk's blocks (of this engine's size) from ``first_block`` on are in the pages
+        ``block_ids``, unless something is wrong with it.
         """
+        if chunk.geometry == self.geometry:
+            is_whole = self._load(arena, chunk, first_block, block_ids)
+        elif self._converter.can_load(chunk.geometry):
+            is_whole = self._converter.load(arena, chunk, first_block, block_ids)
+        else:
+            return Copied.FOREIGN
+        return Copied.WHOLE if is_whole else Copied.BROKEN
+
+    def _load(
+        self, arena: Mapping, chunk: ReadyChunk, first_block: int, block_ids: Sequence[int]
+    ) -> bool:
         steps = self._steps_to_load(chunk.pieces, first_block, block_ids)
         expected = memoryview(chunk.checksums)
         layer_bytes = chunk.geometry.layer_bytes

@@ -63,7 +63,7 @@ PACKETS_PER_TURN = 64
 UNREAD_LIMIT_MESSAGES = 4_096
 """Messages kept for a client that does not read; one that reads even less is cut off."""
 DISK_READERS, REMOTE_READERS = 2, 1
-WRITING_SHARE = 4
+WRITING_SHARE = 2
 """One in so many bytes of the arena may wait to be written: tiers that hang do not get all."""
 
 
@@ -134,6 +134,7 @@ class CacheServer:
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromClient)
         self._stopping = False
+        self._arena_has_failed = False
         self._carry_out(fills)
 
     def _tier_book(self, number: int, name: str, settings: TierSettings, tier: Tier) -> TierBook:
@@ -147,7 +148,9 @@ class CacheServer:
         )
 
     def run(self) -> None:
-        """Serve until ``stop``; afterwards nothing of the server is left."""
+        """Serve until ``stop``; afterwards nothing of the server is left but what waited for lower
+        tiers, which is there. Raises when a thread of it has died.
+        """
         self.arena.start()
         try:
             while not self._stopping:
@@ -179,6 +182,16 @@ class CacheServer:
                 self._carry_out(self._take_up(worker.number, result, monotonic()))
         self._carry_out(self.book.tick(monotonic()))
         self._carry_out(self._control.tick(monotonic()))
+        self._look_at_arena()
+
+    def _look_at_arena(self) -> None:
+        failure = self.arena.failure
+        if failure is not None and not self._arena_has_failed:
+            self._arena_has_failed = True
+            logger.error(
+                "only %d of the arena's %d bytes can be had: %s; lower the cpu tier's "
+                "capacity_bytes", self.arena.touched_bytes, self.arena.size_bytes, failure,
+            )  # fmt: skip
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -356,5 +369,10 @@ class CacheServer:
             client.connection.close()
         self._selector.close()
         self._listener.close()
-        os.unlink(self._settings.socket_path)
-        os.close(self._wakeup)
+        with suppress(FileNotFoundError):
+            os.unlink(self._settings.socket_path)
+        ended = [worker.join() for worker in self._workers.values()]
+        if all(ended):
+            # One that hangs may wake the server and write into its memory later.
+            os.close(self._wakeup)
+            self.arena.close()

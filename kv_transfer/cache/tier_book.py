@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
-FULL_S = 60.0
+FULL_S = 5.0
 """How long a disk that was full is taken to be smaller than configured."""
 WRITTEN_LIMIT_KEYS = 65_536
 """Keys that this host has written to a shared tier and remembers, so as not to write them again."""
@@ -56,7 +56,8 @@ class TierBook:
         """Key to stored size of what was handed to the tier and has not been answered."""
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
-        self._written: dict[bytes, None] = {}
+        self._written: dict[bytes, int] = {}
+        """Key to size of what this server has put into a shared tier, as far as it knows."""
         self._void: set[bytes] = set()
         """Those of ``writing`` that are removed as soon as they are written."""
         self.written_bytes_by_tenant: Counter[str] = Counter()
@@ -104,21 +105,20 @@ class TierBook:
         index = self.index
         return self.written_bytes_by_tenant if index is None else index.used_bytes_by_tenant
 
-    def can_queue(self, size_bytes: int) -> bool:
-        """Whether so much more may wait to be written."""
-        return self.waiting_bytes + size_bytes <= self._write_limit_bytes
+    def can_queue(self, chunk_bytes: int) -> bool:
+        """Whether one more chunk may wait to be written; each keeps its slot meanwhile."""
+        held_bytes = len(self.writing) * chunk_bytes
+        return not held_bytes or held_bytes + chunk_bytes <= self._write_limit_bytes
 
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        if self.writing and not self.can_queue(size_bytes):
+        if not self.can_queue(chunk.geometry.chunk_bytes):
             self.counters["writes_shed"] += 1
             return None
-        limit = self._quotas(tenant_of(key).hex())
-        held = self.written_bytes_by_tenant[tenant_of(key).hex()]
-        if self.index is None and limit is not None and held + size_bytes > limit:
+        if self.index is None and not self._is_within_quota(tenant_of(key), size_bytes):
             self.counters["writes_over_quota"] += 1
             return None
         self.writing[key] = size_bytes
@@ -141,7 +141,7 @@ class TierBook:
             return []
         if self.index is None:
             self.written_bytes_by_tenant[tenant_of(key).hex()] += size
-            self._written[key] = None
+            self._written[key] = size
             if len(self._written) > WRITTEN_LIMIT_KEYS:
                 del self._written[next(iter(self._written))]
             return []
@@ -160,7 +160,9 @@ class TierBook:
     def forget(self, keys: Sequence[bytes]) -> None:
         """The store does not have these, or not any more."""
         for key in keys:
-            self._written.pop(key, None)
+            size = self._written.pop(key, None)
+            if size is not None:
+                self.written_bytes_by_tenant[tenant_of(key).hex()] -= size
             if self.index is not None:
                 self.index.remove(key)
 
@@ -204,6 +206,14 @@ class TierBook:
         keys = [entry.key for entry in self.index.expire(now)]
         self.counters["expired"] += len(keys)
         return [RemoveChunks(self.number, keys)] if keys else []
+
+    def _is_within_quota(self, tenant: bytes, size_bytes: int) -> bool:
+        """Whether the tenant may have so much more in a shared tier."""
+        limit = self._quotas(tenant.hex())
+        if limit is None:
+            return True
+        waiting = sum(size for key, size in self.writing.items() if tenant_of(key) == tenant)
+        return self.written_bytes_by_tenant[tenant.hex()] + waiting + size_bytes <= limit
 
     def _make_way(self, now: float) -> list[Effect]:
         """The disk is fuller than its index says: the capacity is what fits, for a while."""

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 READ_BATCH_LIMIT = 16
 REMOVE_BATCH_LIMIT = 256
 STOP_DEADLINE_S = 5.0
+STOP_MARGIN_S = 1.0
+"""For the job that runs at the deadline."""
 PROBE_KEY = bytes(32)
 
 
@@ -124,7 +126,9 @@ class TierWorkers:
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
         self._failure: BaseException | None = None
-        self._stopping = False
+        self.is_stopping = False
+        """Nothing is begun any more."""
+        self._write_until = float("inf")
         names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
         self._threads = [
             threading.Thread(
@@ -174,21 +178,26 @@ class TierWorkers:
         self._writes.put(lambda: self._do_clear(clear_id, self._tier.listed(prefix)))
 
     def stop(self) -> None:
-        """The threads have ended, or hang in a call that has a timeout of its own; queued jobs are
-        dropped.
-        """
-        self._stopping = True
-        for queue in (self._reads, self._writes):
-            with suppress(Empty):
-                while True:
-                    queue.get_nowait()
+        """No more reads; what waits to be written has ``STOP_DEADLINE_S``. ``join`` follows."""
+        self.is_stopping = True
+        self._write_until = monotonic() + STOP_DEADLINE_S
+        with suppress(Empty):
+            while True:
+                self._reads.get_nowait()
         for thread in self._threads:
             (self._writes if thread.name.endswith("write") else self._reads).put(None)
-        until = monotonic() + STOP_DEADLINE_S
+
+    def join(self) -> bool:
+        """The threads have ended; False: one has died, or hangs in a call that has a timeout of its
+        own.
+        """
+        until = self._write_until + STOP_MARGIN_S
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            self._tier.close()
+        if self._failure is not None or any(thread.is_alive() for thread in self._threads):
+            return False
+        self._tier.close()
+        return True
 
     # -- the tier's threads --------------------------------------------------------------------
 
@@ -225,7 +234,8 @@ class TierWorkers:
 
     def _write_loop(self) -> None:
         while (job := self._writes.get()) is not None:
-            job()
+            if monotonic() < self._write_until:
+                job()
 
     def _done(self, *results: Result) -> None:
         self._results.extend(results)
@@ -306,12 +316,12 @@ class TierWorkers:
         removed = 0
         left = iter(keys)
         try:
-            while not self._stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
+            while not self.is_stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
                 removed += self._tier.remove(batch)
         except TierError as error:
             self._done(Failed(str(error)), Cleared(clear_id, removed, False))
             return
-        self._done(Cleared(clear_id, removed, not self._stopping))
+        self._done(Cleared(clear_id, removed, not self.is_stopping))
 
 
 def waker() -> tuple[int, Callable[[], None]]:

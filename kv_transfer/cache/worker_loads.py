@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from splitserve.kv_transfer.cache.keys import KEY_BYTES
 from splitserve.kv_transfer.cache.messages import CloseChunks, OpenChunks, Ready
 from splitserve.kv_transfer.cache.orders import Loaded, LoadOrder
+from splitserve.kv_transfer.cache.page_copier import Copied
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.arena import Mapping
@@ -33,6 +34,8 @@ class Load:
     copied: set[int] = field(default_factory=set)
     end: int = 0
     """Chunks from this index on will not come."""
+    foreign: int = -1
+    """A chunk that this engine cannot read."""
 
     @property
     def is_over(self) -> bool:
@@ -70,9 +73,11 @@ class WorkerLoads:
             if chunk.index >= load.end:
                 answers.append(CloseChunks(load_id=message.load_id, indices=(chunk.index,)))
                 continue
-            broken = () if self._copy(load, chunk, arena) else (chunk.index,)
-            if broken:
+            copied = self._copy(load, chunk, arena)
+            if copied is not Copied.WHOLE:
                 load.end = min(load.end, chunk.index)
+                load.foreign = chunk.index if copied is Copied.FOREIGN else load.foreign
+            broken = (chunk.index,) if copied is Copied.BROKEN else ()
             answers.append(
                 CloseChunks(load_id=message.load_id, indices=(chunk.index,), broken=broken)
             )
@@ -110,16 +115,17 @@ class WorkerLoads:
         ended, self._ended = self._ended, []
         return ended
 
-    def _copy(self, load: Load, chunk: ReadyChunk, arena: Mapping) -> bool:
+    def _copy(self, load: Load, chunk: ReadyChunk, arena: Mapping) -> Copied:
         order, blocks = load.order, self._copier.geometry.blocks
         first = order.first_block if chunk.index == 0 else 0
         start = chunk.index * blocks - (order.first_block if chunk.index else 0)
         ids = order.block_ids[start : start + blocks - first]
-        if not self._copier.load(arena, chunk, first, ids):
-            self.counters["broken_chunks"] += 1
-            return False
-        load.copied.add(chunk.index)
-        return True
+        copied = self._copier.load(arena, chunk, first, ids)
+        if copied is Copied.WHOLE:
+            load.copied.add(chunk.index)
+        else:
+            self.counters[f"{copied.value}_chunks"] += 1
+        return copied
 
     def _give_up(self, load: Load, now: float) -> None:
         load.end = next(i for i in range(load.chunks + 1) if i not in load.copied)
@@ -134,6 +140,9 @@ class WorkerLoads:
         elapsed_s = now - load.began
         self.counters["load_seconds"] += elapsed_s
         order = load.order
+        is_foreign = load.foreign == load.end
         self._ended.append(
-            Loaded(order.request_id, order.load_id, load.chunks, load.end, size, elapsed_s)
+            Loaded(
+                order.request_id, order.load_id, load.chunks, load.end, size, elapsed_s, is_foreign
+            )
         )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 56, 56
+LEFT, RIGHT, TOP, BOTTOM = 64, 40, 56, 56
 COLOURS = ("#1f5fa8", "#c2571a", "#4b7f3a", "#7b4ba0")
 
 
@@ -55,7 +55,8 @@ def svg(
     ]
     for name, size in marks:
         parts.append(_line(x(size), TOP, x(size), HEIGHT - BOTTOM, "#777", "2 3"))
-        parts.append(_text(x(size) + 4, HEIGHT - BOTTOM - 6, name, colour="#555"))
+        side, anchor = (4, "start") if x(size) < WIDTH / 2 else (-4, "end")
+        parts.append(_text(x(size) + side, HEIGHT - BOTTOM - 6, name, anchor=anchor, colour="#555"))
     parts.append(_line(LEFT, y(ceiling), WIDTH - RIGHT, y(ceiling), "#333", "6 4"))
     parts.append(_text(LEFT + 4, y(ceiling) - 5, f"no cache saves more: {ceiling:.1%}"))
     for number, curve in enumerate(curves):

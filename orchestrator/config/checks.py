@@ -42,7 +42,7 @@ OWNED_ENGINE_ARGS = {
     "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
 }
 """Flags that splitserve sets itself, and what to write instead."""
-SECRET_FLAG = re.compile(r"(^|_)(token|secret|password|credentials?|api_key)$")
+SECRET_FLAG = re.compile(r"(^|(?<!_per_prompt)_)(token|secret|password|credentials?|api_key)$")
 TYPING_ERROR_RATIO = 0.9
 """An engine flag that is so similar to a key of ours is taken for a misspelt one."""
 

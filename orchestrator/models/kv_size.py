@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from splitserve.orchestrator.models.errors import ModelError
 
@@ -11,6 +13,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class _Config(msgspec.Struct):
+    num_attention_heads: Annotated[int, Meta(ge=1)]
+    num_hidden_layers: Annotated[int, Meta(ge=1)]
+    hidden_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    kv_lora_rank: int | None = None
 
 
 def kv_bytes_per_token(folder: Path) -> int:
@@ -21,24 +34,18 @@ def kv_bytes_per_token(folder: Path) -> int:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}") from error
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = config | config["text_config"]
-    try:
-        return _bytes_per_token(config)
-    except (KeyError, TypeError) as error:
+        outer = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        inner = outer.get("text_config")
+        config = msgspec.convert(outer | inner if isinstance(inner, dict) else outer, _Config)
+        if config.kv_lora_rank:
+            raise ValueError("its KV is latent")
+        dtype = config.dtype or config.torch_dtype or "bfloat16"
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"numbers of type {dtype}")
+    except ValueError as error:  # msgspec's are ValueErrors too
         raise ModelError(
             f"{path} does not say how large a token's KV is ({error}); give --bytes-per-token"
         ) from error
-
-
-def _bytes_per_token(config: dict[str, Any]) -> int:
-    if config.get("kv_lora_rank"):
-        raise KeyError("latent attention is not counted")
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return 2 * int(config["num_hidden_layers"]) * int(kv_heads) * int(head_dim) * _ITEM_BYTES[dtype]
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * _ITEM_BYTES[dtype]

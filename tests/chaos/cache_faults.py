@@ -179,7 +179,7 @@ class CacheTally:
         for stat in stats:
             for tier in stat.tiers:
                 sums = tiers.setdefault(tier.name, {})
-                for key in ("hits", "writes", "evictions", "errors", "broken_removed", "shed"):
+                for key in ("reads", "writes", "evictions", "errors", "broken_removed", "shed"):
                     sums[key] = sums.get(key, 0) + getattr(tier, key)
         engines: dict[str, float] = {}
         for counters in self._engines.values():
@@ -203,6 +203,6 @@ class CacheTally:
         if loaded < requests / 4:
             problems.append(f"only {loaded:.0f} chunks were loaded in {requests} requests")
         for name, sums in found["tiers"].items():
-            if not sums["hits"]:
-                problems.append(f"the tier {name} had no hit")
+            if not sums["reads"]:
+                problems.append(f"nothing was read from the tier {name}")
         return problems

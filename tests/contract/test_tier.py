@@ -94,7 +94,7 @@ class DiskStore:
         return {path.name for path in self._folder.rglob("*") if path.is_file()} - {"lock"}
 
     def _file(self, key: bytes) -> Path:
-        return self._folder / key.hex()[:2] / key.hex()
+        return self._folder / key.hex()[-2:] / key.hex()
 
 
 class RedisStore:
@@ -168,7 +168,7 @@ def s3_process(
     server.kill()
 
 
-STORES = ["memory", "disk", "disk-buffered", "redis", "s3", "s3-in-parts"]
+STORES = ["memory", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
 
 
 @pytest.fixture(params=STORES)
@@ -185,7 +185,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def make_store(request: pytest.FixtureRequest, kind: str, folder: Path) -> Store:
     if kind == "memory":
         return MemoryStore()
-    if kind == "redis":
+    if kind.startswith("redis"):
+        if kind == "redis-in-pieces":
+            patch = request.getfixturevalue("monkeypatch")
+            patch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
+            patch.setattr(redis_tier, "PIECE_BYTES", 20_000)
         return RedisStore(request.getfixturevalue("redis_process").port)
     if kind.startswith("s3"):
         parts = 20_000 if kind == "s3-in-parts" else 8 * MIB

@@ -22,6 +22,7 @@ from support.chunks import empty_like, make_chunk, verify
 from support.store_servers import START_DEADLINE_S, S3Server, StoreServer, redis_server
 
 from splitserve.kv_transfer.cache.settings import TierSettings
+from splitserve.kv_transfer.cache.tiers import redis as redis_tier
 from splitserve.kv_transfer.cache.tiers import registry
 from splitserve.kv_transfer.cache.tiers.base import (
     ReadOutcome,
@@ -188,7 +189,13 @@ def test_no_store_at_all(place: Place, free_port: Callable[[], int]) -> None:
 def test_a_tier_that_only_reads_writes_nothing(redis_place: RedisPlace, s3_place: S3Place) -> None:
     """``admission: never`` is checked without the right to write."""
     client = redis.Redis(port=redis_place.server.port, password=PASSWORD, socket_timeout=SLACK_S)
-    client.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@read"])
+    client.acl_setuser(
+        "reader",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["*"],
+        categories=["+@read", "+@transaction"],
+    )
     options = {"username": "reader", "password": "pw"}
     for tier in (
         redis_place.tier(
@@ -205,6 +212,30 @@ def test_a_tier_that_only_reads_writes_nothing(redis_place: RedisPlace, s3_place
     client.acl_deluser("reader")
     client.close()
     writer.close()
+
+
+def test_the_rights_that_a_user_needs(
+    redis_place: RedisPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the documentation names are enough for everything."""
+    monkeypatch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
+    client = redis.Redis(port=redis_place.server.port, password=PASSWORD, socket_timeout=SLACK_S)
+    rights = ["+@read", "+@write", "+@transaction", "+@connection"]
+    client.acl_setuser(
+        "worker", enabled=True, passwords=["+pw"], keys=["*"], categories=rights, commands=["+info"]
+    )
+    tier = redis_place.tier(
+        options={"username": "worker", "password": "pw"}, capacity_bytes=1_000_000
+    )
+    chunk = make_chunk(70)
+    tier.check()
+    assert tier.write([chunk.buffers]) == [WriteOutcome.WRITTEN]
+    assert list(tier.read([empty_like(chunk)])) == [(0, ReadOutcome.HIT)]
+    assert tier.free_bytes() is None
+    assert tier.remove([chunk.key]) == 1
+    client.acl_deluser("worker")
+    client.close()
+    tier.close()
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ prefill: &pool
   engine_args:
     block_size: 32
     max_model_len: 2048
-    max_num_batched_tokens: 256
+    max_num_batched_tokens: {step_tokens}
     tensor_parallel_size: {ranks}
-    seconds_per_prompt_token: {seconds_per_prompt_token}
+    seconds_per_step: {seconds_per_step}
     enable_prefix_caching: false
     enable_faults: true
   transfer: {{transport: tcp, lease_s: 10, deadline_s: 5, retarget_wait_s: 2}}
@@ -73,15 +73,19 @@ class CachedCluster:
 
     async def hits(self, tier: str) -> int:
         """Chunks that a tier has brought so far."""
-        (found,) = (t.hits for t in (await self.stat()).tiers if t.name == tier)
+        (found,) = (t.reads for t in (await self.stat()).tiers if t.name == tier)
         return found
 
     async def loaded(self) -> float:
         """Chunks that the engines have loaded so far."""
+        return await self.counted("loaded_chunks")
+
+    async def counted(self, name: str) -> float:
+        """A counter of the engines' ends of the cache, over all engines."""
         total = 0.0
         for node in self.cluster.nodes:
             status = await (await self.cluster.engine(node)).status()
-            total += status.counters["cache_loaded_chunks"]
+            total += status.counters.get(f"cache_{name}", 0.0)
         return total
 
     async def rest(self) -> Stat:
@@ -107,6 +111,17 @@ class CachedCluster:
 
         await asyncio.gather(*(one(prompt) for prompt in prompts))
 
+    async def restart_server(self) -> None:
+        """The cache server is killed; another one serves, and every engine is connected to it."""
+        old = self.server()
+        connections = await self.counted("connections")
+        self.cluster.killed.add("cache")
+        old.kill()
+        end = time.monotonic() + 2 * DEADLINE_S
+        while await self.counted("connections") < connections + len(self.cluster.nodes):
+            assert time.monotonic() < end, self.cluster.up.story()
+            await asyncio.sleep(POLL_S)
+
     def server(self) -> psutil.Process:
         """The cache server's process."""
         (pid,) = self.cluster.up.pids(CACHE_PROGRAM)
@@ -121,7 +136,8 @@ async def cached_cluster(
     ranks: int = 1,
     replicas: int = 1,
     staging: int = 4 * SLOT,
-    seconds_per_prompt_token: float = 0.0,
+    step_tokens: int = 256,
+    seconds_per_step: float = 0.0,
 ) -> AsyncIterator[CachedCluster]:
     """It serves inside; afterwards it is idle, its engines and its cache server have not died, and
     no log tells of a fault.
@@ -130,7 +146,7 @@ async def cached_cluster(
     text = CACHED.format(
         name=f"cached-{folder.name}"[:40].rstrip("-_").replace("_", "-"), socket=socket,
         staging=staging, tiers=tiers, ranks=ranks, replicas=replicas,
-        seconds_per_prompt_token=seconds_per_prompt_token,
+        step_tokens=step_tokens, seconds_per_step=seconds_per_step,
     )  # fmt: skip
     async with running_cluster(folder, text) as cluster:
         check = await IdleCheck.begin(cluster)

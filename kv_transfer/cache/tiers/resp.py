@@ -51,7 +51,9 @@ class Connection:
     """A connected socket and what was read ahead from it."""
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        """Connected within ``timeout_s``. Raises ``OSError``."""
+        """Connected within ``timeout_s`` per address of the host, TLS included; how long the name
+        takes is up to the system's resolver. Raises ``OSError``.
+        """
         plain = socket.create_connection((host, port), timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,7 +69,8 @@ class Connection:
         self._raw.send([memoryview(part) for part in parts], deadline)
 
     def answer(self, deadline: float) -> bytes | int | None:
-        """The next answer, when it is short: a status, a number, a value, None for no value.
+        """The next answer, when it is short: a status, a number, a value, zero for an empty array,
+        None for no value or no array.
 
         Raises ``RespError``, ``ProtocolError``, ``OSError``.
         """
@@ -82,6 +85,8 @@ class Connection:
             self._fill(memoryview(value))
             self._end_of_value()
             return bytes(value)
+        if kind == b"*" and _integer(rest) <= 0:  # an empty array, or none
+            return None if rest == b"-1" else 0
         if kind == b"+":
             return rest
         if kind == b":":

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 
 from splitserve.kv_transfer.cache.tiers.address import (
     Count,
@@ -211,7 +212,7 @@ class ObjectTier:
         in_header = max(0, HEADER_BYTES - start)
         if in_header:
             chunk.header[start:] = content[:in_header]
-        chunk.body[max(0, start - HEADER_BYTES) : end - HEADER_BYTES] = content[in_header:]
+        _copy(content[in_header:], chunk.body[max(0, start - HEADER_BYTES) : end - HEADER_BYTES])
         return ReadOutcome.HIT, got.meta["e_tag"]
 
     def _write(self, chunk: ChunkBuffers) -> WriteOutcome:
@@ -277,6 +278,11 @@ class ObjectTier:
                 "and secret_key, or the variables that the store's own tools read"
             )
         return TierUnavailableError(f"{place} cannot be reached: {said}")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Megabytes, without holding up other threads as an assignment of slices would."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _first_line(error: Exception) -> str:

@@ -26,7 +26,8 @@ class PoolHolder:
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """These blocks keep their content until they are let go."""
-        assert self._pool().take(block_ids, 0) is not None
+        held = self._pool().take(block_ids, 0)
+        assert held is not None, f"blocks {block_ids} belong to nobody"
 
     def let_go(self, block_ids: Sequence[int]) -> None:
         """One holder less."""

@@ -1,0 +1,126 @@
+"""Names of chunks, and what they depend on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from splitserve.kv_transfer.cache.keys import (
+    KEY_BYTES,
+    NO_TENANT,
+    KeyChain,
+    Media,
+    chunk_keys,
+    model_digest,
+    root_key,
+    split_keys,
+    tenant_of,
+)
+
+FINGERPRINT = {"weights": "w", "dtype": "bfloat16", "block_size": "32", "tokenizer": "t"}
+TOKENS = list(range(100, 132))
+TENANT = b"tenant-1"
+
+
+def keys(
+    tokens: list[int] = TOKENS,
+    *,
+    fingerprint: dict[str, str] = FINGERPRINT,
+    salt: str = "",
+    adapter: str = "",
+    tenant: bytes = NO_TENANT,
+    media: tuple[Media, ...] = (),
+) -> list[bytes]:
+    root = root_key(model_digest(fingerprint, 8), tenant, salt, adapter)
+    return KeyChain(root, 8, media).extend(tokens)
+
+
+def test_keys_are_those_that_are_stored() -> None:
+    """They are written down here: other ones would find nothing of what stores hold."""
+    assert keys()[-1].hex() == "0000000000000000f017237a4ac2f9b1d525d2d3b7de21a4e14c95052b3b0644"
+    assert [len(key) for key in keys()] == [KEY_BYTES] * 4
+
+
+def test_every_process_computes_the_same_keys() -> None:
+    """Whatever its hash seed."""
+    program = (
+        "from splitserve.kv_transfer.cache.keys import *;"
+        f"root = root_key(model_digest({FINGERPRINT!r}, 8), NO_TENANT, '', '');"
+        f"print(chunk_keys(root, {TOKENS!r}, 8)[-1].hex())"
+    )
+    for seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert found.stdout.strip() == keys()[-1].hex()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fingerprint": {**FINGERPRINT, "weights": "v"}},
+        {"fingerprint": {**FINGERPRINT, "dtype": "float16"}},
+        {"fingerprint": {**FINGERPRINT, "positions": "new"}},
+        {"salt": "s"},
+        {"adapter": "a"},
+        {"salt": "ab", "adapter": ""},
+        {"tenant": TENANT},
+        {"tokens": [1, *TOKENS[1:]]},
+        {"media": (Media("cat", 2, 3),)},
+    ],
+    ids=str,
+)
+def test_keys_depend_on(other: dict[str, object]) -> None:
+    """Everything that the KV depends on: no chunk has the same name."""
+    assert not set(keys()) & set(keys(**other))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["block_size", "kv_layout", "attention_isa", "device", "tokenizer"]
+)
+def test_keys_do_not_depend_on(name: str) -> None:
+    """How KV lies in memory, and how text became tokens."""
+    assert keys(fingerprint={**FINGERPRINT, name: "other"}) == keys()
+
+
+def test_salt_and_adapter_do_not_run_into_each_other() -> None:
+    """(ab, c) is not (a, bc)."""
+    assert keys(salt="ab", adapter="c") != keys(salt="a", adapter="bc")
+
+
+def test_a_change_shows_from_its_chunk_on() -> None:
+    """Chunks before a changed token, or before a picture, keep their names."""
+    changed = keys([*TOKENS[:17], 5, *TOKENS[18:]])
+    assert [a == b for a, b in zip(keys(), changed, strict=True)] == [True, True, False, False]
+    pictured = keys(media=(Media("cat", 14, 6),))
+    assert [a == b for a, b in zip(keys(), pictured, strict=True)] == [True, False, False, False]
+    assert keys(media=(Media("cat", 14, 6),)) != keys(media=(Media("dog", 14, 6),))
+    assert keys(media=(Media("cat", 14, 6),)) != keys(media=(Media("cat", 13, 7),))
+
+
+def test_known_keys_are_continued() -> None:
+    """The answer's chunks get the keys that the whole text would give them."""
+    root = root_key(model_digest(FINGERPRINT, 8), TENANT, "", "")
+    whole = chunk_keys(root, TOKENS, 8)
+    chain = KeyChain(root, 8)
+    assert chain.extend(TOKENS[:20]) == whole[:2]
+    assert chain.extend(TOKENS) == whole
+    assert chunk_keys(root, TOKENS[:23], 8) == whole[:2]
+    assert chunk_keys(root, TOKENS[:7], 8) == []
+    assert chunk_keys(root, tuple(TOKENS), 8) == whole
+
+
+def test_keys_begin_with_their_tenant() -> None:
+    """So that a store can count them."""
+    assert {tenant_of(key) for key in keys(tenant=TENANT)} == {TENANT}
+
+
+def test_joined_keys() -> None:
+    """They come apart again, whole keys only."""
+    assert split_keys(b"".join(keys())) == keys()
+    with pytest.raises(ValueError, match="no whole number"):
+        split_keys(b"".join(keys())[:-1])
