@@ -8,7 +8,8 @@ question the engines forget their own prefixes and the tiers above are emptied, 
 tiers is fixed. Bars: medians of TTFT over that of the same prompt cold, in the same round.
 
 Correctness first: an answer whose token ids differ from the cold one fails the run, and so does a
-question whose chunks did not all come from the tier in question, as the decode node counts them.
+question whose chunks did not come from the tier in question, as the engines count them (both nodes
+load a prompt; what one of them has just brought into memory, the other one finds there).
 
 Beside it stands the *exposed load*: from the worker's question for the chunks to the last byte in
 its pages, and raw moves of as many bytes in the same round: a plain copy, direct reads of the very
@@ -17,8 +18,9 @@ files one after the other, GETs of the very values with plain redis-py.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,8 @@ LIMITS = {"cpu": 0.02, "disk": 0.03, "redis": 0.05}
 OUTPUT_TOKENS = 8
 SHAPES = ("whole", "suffix")
 WARM_UP_ROUNDS = 1
+SETTLE_S = 0.5
+"""Before each question: writes and reports of the last one end."""
 HEADER_BYTES = 16 * 1024
 
 
@@ -104,13 +108,15 @@ class Bench:
         await self._cluster.wait_until_held(prompt, TIERS)
         raw = self._place.raw_seconds(prefix_tokens // CHUNK_TOKENS)
         for above, tier in zip(("", *TIERS), TIERS, strict=False):
+            await asyncio.sleep(SETTLE_S)
             for emptied in sorted({above, "cpu"}) if above else ():
                 await self._cluster.operate("clear", {"tier": emptied})
             before = await self._cluster.forget_in_engines()
             warm = await self.ask(prompt)
             chunks = prefix_tokens // CHUNK_TOKENS
             counted = await self._cluster.loaded_since(before, "decode", chunks)
-            from_there = counted[f"cache_load_chunks_tier_{TIERS.index(tier)}"] == chunks
+            other = await self._cluster.loaded_since(before, "prefill", chunks)
+            from_there = _came_from(tier, counted + other, counted, chunks)
             load_s = counted["cache_load_seconds"]
             row = self._row(shape, tier, turn, warm, cold, from_there, load_s, raw[tier])
             if turn >= 0 and not (row.equal and row.loaded_from_there):
@@ -148,6 +154,17 @@ class Bench:
             flush=True,
         )
         return row
+
+
+def _came_from(tier: str, both: Counter[str], decode: Counter[str], chunks: int) -> bool:
+    """Whether the decode node has loaded all chunks, and no tier but this one and the memory above
+    it was read.
+    """
+    names = [f"cache_load_chunks_tier_{number}" for number in range(len(TIERS))]
+    own = names[TIERS.index(tier)]
+    strange = [name for name in names if name not in (own, names[0]) and both[name]]
+    is_whole = sum(decode[name] for name in names) == chunks == decode["cache_loaded_chunks"]
+    return is_whole and both[own] > 0 and not strange
 
 
 class Place:
