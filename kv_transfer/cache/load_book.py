@@ -289,7 +289,8 @@ class LoadBook:
         return [ReadChunk(first.number, key, entry.value.offset)]
 
     def _reads_enough(self) -> bool:
-        return bool(len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE))
+        limit: int = max(1, self._arena.arena.slots // READING_SLOTS_SHARE)
+        return len(self._reading) >= limit
 
     def _blame_tier(self, load: Load, index: int, now: float) -> None:
         """A tier that hangs reports no failure, and its slots are not free before it answers."""
