@@ -2,7 +2,8 @@
 
 The whole product, one prefill and one decode node, tiers ``cpu``, ``disk`` and ``redis`` (a server
 on loopback). Each round takes new prompts of two shapes: ``whole``, where the cache has all of the
-prompt, and ``suffix``, where it lacks the last 16 tokens, which the prefill node computes. A prompt
+prompt, so that the decode node needs nobody else (``min_uncached_tokens: 8``), and ``suffix``,
+where it lacks the last 16 tokens, which the prefill node computes and sends. A prompt
 is asked *cold* first, which stores its chunks in every tier, and then once per tier: before each
 question the engines forget their own prefixes and the tiers above are emptied, so the order of the
 tiers is fixed. Bars: medians of TTFT over that of the same prompt cold, in the same round.
@@ -115,7 +116,8 @@ class Bench:
             warm = await self.ask(prompt)
             chunks = prefix_tokens // CHUNK_TOKENS
             counted = await self._cluster.loaded_since(before, "decode", chunks)
-            other = await self._cluster.loaded_since(before, "prefill", chunks)
+            splits = shape == "suffix"
+            other = await self._cluster.loaded_since(before, "prefill", chunks if splits else 0)
             from_there = _came_from(tier, counted + other, counted, chunks)
             load_s = counted["cache_load_seconds"]
             row = self._row(shape, tier, turn, warm, cold, from_there, load_s, raw[tier])
@@ -258,7 +260,8 @@ async def main(arguments: argparse.Namespace) -> int:
             ],
         }
         client = redis.Redis(port=server.port)
-        with Product(flags, place, arguments.transport, logs, cache) as product:
+        sections = {"cache": cache, "policy": {"conditional": {"min_uncached_tokens": 8}}}
+        with Product(flags, place, arguments.transport, logs, sections) as product:
             await product.start()
             async with new_session() as session:
                 cluster = CachedCluster(product, session)
