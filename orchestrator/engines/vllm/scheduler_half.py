@@ -114,7 +114,9 @@ class SchedulerHalf:
 
     def step_reported(self, output: KVConnectorOutput) -> None:
         """The workers' transfer threads are done with these."""
-        self._legs.settled(output.finished_sending or (), output.finished_recving or ())
+        untold = self._legs.settled(output.finished_sending or (), output.finished_recving or ())
+        if output.finished_sending and untold:
+            output.finished_sending -= untold  # vLLM acts on what is left.
         meta = output.kv_connector_worker_meta
         if meta is not None:
             self._report_by_rank = {**self._report_by_rank, **meta.by_rank}
