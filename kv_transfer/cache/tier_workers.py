@@ -188,7 +188,9 @@ class TierWorkers:
             with suppress(Empty):
                 while True:
                     queue.get_nowait()
-        ends = {"read": self._reads.put, "ask": self._asks.put, "write": self._writes.put}
+        ends: dict[str, Callable[[None], None]] = {
+            "read": self._reads.put, "ask": self._asks.put, "write": self._writes.put,
+        }  # fmt: skip
         for thread in self._threads:
             ends[thread.name.rpartition("-")[2]](None)
 
