@@ -10,13 +10,13 @@ values. Engines order the numbers in it differently:
     All keys with channels outermost, ``[key_items, tokens]``, then all values token by token,
     ``[tokens, value_items]``. vLLM's CPU attention for the instruction sets ``vec`` and ``vec16``.
 ``amx``
-    Packed for the tiles of AMX, numbers of 2 bytes: keys ``[tokens / 16, key_items / 2, 16, 2]``
-    (16 tokens abreast, channels in pairs), then values ``[value_items / 16, tokens / 2, 16, 2]``
-    (16 channels abreast, tokens in pairs). vLLM's CPU attention for ``amx``, bfloat16 only.
+    Packed for the tiles of AMX: keys ``[tokens / 16, key_items / 2, 16, 2]`` (16 tokens abreast,
+    channels in pairs), then values ``[value_items / 16, tokens / 2, 16, 2]`` (16 channels abreast,
+    tokens in pairs). vLLM's CPU attention for ``amx``: bfloat16, and FP8 pages of bfloat16 models.
 
 In each of them, where a number lies is a sum of steps over its token and its channel, once these
 are split into groups: that is ``Placement``, and nothing else about orders is known elsewhere but
-in ``reference.py``, which spells the shapes out again. FP8 pages of CPU engines are none of these.
+in ``reference.py``, which spells the shapes out again.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class PageFormat:
             self._check_amx()
 
     def _check_amx(self) -> None:
-        if self.item_bytes != 2:
-            raise ValueError(f"order amx has numbers of 2 bytes, not {self.item_bytes}")
+        if self.item_bytes > 2:
+            raise ValueError(f"order amx has numbers of 1 or 2 bytes, not {self.item_bytes}")
         if (
             self.block_tokens % _AMX_ABREAST
             or self.key_items % _AMX_PAIR

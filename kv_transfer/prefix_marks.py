@@ -1,11 +1,11 @@
 """Marks: places in the bytes of a prompt by which router, engines and caches speak of a beginning
 without its text.
 
-A mark is a keyed hash over all bytes before a fixed place, the places are the same for every prompt
-(``MARK_OFFSETS``), so two prompts that begin alike have the same first marks. The router makes them
-(``orchestrator/router/prompt_marks.py``), legs carry them, and an engine, which alone knows the
-tokens, says where in its tokens each lies. That is an estimate: it takes tokens to be spread evenly
-over the bytes. Nothing but the choice of a node may depend on it.
+A mark is a hash under a secret seed over all bytes before a fixed place. The places are the same
+for every prompt (``MARK_OFFSETS``), so two prompts that begin alike have the same first marks. The
+router makes them (``orchestrator/router/prompt_marks.py``), legs carry them, and an engine, which
+alone knows the tokens, says where in its tokens each lies. That is an estimate: it takes tokens to
+be spread evenly over the bytes. Nothing but the choice of a node may depend on it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from __future__ import annotations
 MARK_BYTES = 8
 """Of one digest. Two that are equal by chance cost a wrong guess of where a prefix lies."""
 SPACING_BYTES = 512
-EVEN_MARKS = 256
-DOUBLING_MARKS = 64
-MARKS_LIMIT = 512
+"""Between the first marks."""
+SPACING_SHARE = 8
+"""Further on the spacing grows: it is at most this part of what lies before."""
+REACH_BYTES = 4 * 1024 * 1024
+"""What lies behind has no mark."""
 
 
 def _offsets() -> tuple[int, ...]:
-    found = [SPACING_BYTES * (n + 1) for n in range(EVEN_MARKS)]
-    spacing = SPACING_BYTES
-    while len(found) < MARKS_LIMIT:
-        if (len(found) - EVEN_MARKS) % DOUBLING_MARKS == 0:
-            spacing *= 2
-        found.append(found[-1] + spacing)
+    found, at = [], 0
+    while at < REACH_BYTES:
+        share = at // SPACING_SHARE
+        at += max(SPACING_BYTES, 1 << share.bit_length() >> 1)
+        found.append(at)
     return tuple(found)
 
 
 MARK_OFFSETS = _offsets()
-"""Bytes before each mark: every 512 up to 128 KiB, then with a spacing that doubles after each 64;
-what lies behind the last, at about 1 MiB, has no mark.
-"""
+"""Bytes before each mark: every 512 up to 8 KiB, every 1,024 up to 16 KiB, and so on."""
+MARKS_LIMIT = len(MARK_OFFSETS)
 
 
 def split_digests(digests: bytes) -> list[bytes]:

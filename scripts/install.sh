@@ -30,7 +30,7 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine" install_system_packages "$engine"
+  once system-packages "$engine redis-server" install_system_packages "$engine"
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
 }
@@ -81,6 +81,7 @@ make_environment() {
 }
 
 install_system_packages() {
+  install_test_servers
   [ "$1" != none ] || return 0
   local missing=()
   if [ "$1" = cpu ]; then has_library libnuma.so.1 || missing+=(libnuma1); fi  # vLLM's CPU build links to it
@@ -90,6 +91,16 @@ install_system_packages() {
   if [ ${#missing[@]} -gt 0 ]; then debian_packages "${missing[*]}" "for the engine"; fi
   if ! command -v ip >/dev/null; then
     say "note: 'ip' (Debian: iproute2) is missing; only the benchmarks on a shaped link need it"
+  fi
+}
+
+# What only tests need is not worth an error where it cannot be installed.
+install_test_servers() {
+  if command -v redis-server >/dev/null; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    debian_packages redis-server "for the tests of the cache"
+  else
+    say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
   fi
 }
 
@@ -115,7 +126,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 

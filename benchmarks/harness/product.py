@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -38,14 +39,24 @@ STOP_DEADLINE_S = 90.0
 
 
 def cluster(
-    flags: EngineFlags, place: Placement, transport: str, port: int, logs: Path
+    name: str,
+    flags: EngineFlags,
+    place: Placement,
+    transport: str,
+    port: int,
+    logs: Path,
+    sections: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The YAML: one prefill and one decode node with the flags of every other engine of the run."""
+    """The YAML: one prefill and one decode node with the flags of every other engine of the run.
+
+    ``sections`` are further ones, such as ``cache``.
+    """
 
     def pool(core: int) -> dict[str, Any]:
         return {
             "cpus": [[core]],
             "kv_cache_bytes": flags.kv_cache_bytes,
+            "env": {"VLLM_SERVER_DEV_MODE": "1"},
             "engine_args": {
                 "dtype": "float32",
                 "block_size": flags.block_tokens,
@@ -56,7 +67,8 @@ def cluster(
         }
 
     return {
-        "name": f"bench-{os.getpid()}",
+        **(sections or {}),
+        "name": name,
         "model": {"path": str(flags.model), "served_name": SERVED_NAME},
         "router": {"port": port},
         "prefill": pool(place.prefill_core),
@@ -78,13 +90,22 @@ class RoutedSystem(System):
 class Product(contextlib.AbstractContextManager["Product"]):
     """A running cluster; leaving the block stops it."""
 
-    def __init__(self, flags: EngineFlags, place: Placement, transport: str, logs: Path) -> None:
+    def __init__(
+        self,
+        flags: EngineFlags,
+        place: Placement,
+        transport: str,
+        logs: Path,
+        sections: dict[str, Any] | None = None,
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._needed = 2 * (ENGINE_BYTES_BESIDE_KV + flags.kv_cache_bytes)
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
-        self._config.write_text(yaml.safe_dump(cluster(flags, place, transport, port, logs)))
+        self._name = f"bench-{os.getpid()}"
+        described = cluster(self._name, flags, place, transport, port, logs, sections)
+        self._config.write_text(yaml.safe_dump(described))
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -122,6 +143,24 @@ class Product(contextlib.AbstractContextManager["Product"]):
     def as_system(self, flags: EngineFlags, place: Placement) -> RoutedSystem:
         """For rounds beside other systems."""
         return RoutedSystem("router", flags, place, url=self.url)
+
+    def operator_headers(self) -> dict[str, str]:
+        """What the router's doors for operators ask for."""
+        from splitserve.orchestrator.launch.files import ClusterFiles
+
+        token = ClusterFiles(self._name).token_path.read_text()
+        return {"Authorization": f"Bearer {token}"}
+
+    def engine_headers(self, engine_url: str) -> dict[str, str]:
+        """What this engine's own door asks for; its key is known to its process and its agent."""
+        assert self._process is not None
+        port = engine_url.rsplit(":", 1)[1]
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                if ("--port", port) in pairwise(words):
+                    return {"Authorization": f"Bearer {process.environ()['VLLM_API_KEY']}"}
+        raise LookupError(f"no engine process for {engine_url}")
 
     def __exit__(self, *_: object) -> None:
         """``up`` stops what it started; what is left after its deadline is killed."""

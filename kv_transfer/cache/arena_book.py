@@ -69,12 +69,7 @@ class ArenaBook:
             gone = self.index.make_room(slot_bytes, tenant_of(key).hex(), parent)
             if gone is None:
                 return None
-            for entry in gone:
-                if self._on_evicted(entry):
-                    self.departing += 1
-                    self._set_capacity()
-                else:
-                    self.arena.give_back(entry.value.offset)
+            self._see_off(gone)
             if self.index.used_bytes + slot_bytes > self.index.capacity_bytes:
                 continue
             offset = self.arena.take()
@@ -98,10 +93,10 @@ class ArenaBook:
         self.index.withdraw(entry)
         self.arena.give_back(entry.value.offset)
 
-    def lease(self, entry: ArenaEntry) -> None:
+    def lease(self, entry: ArenaEntry, *, is_use: bool = True) -> None:
         """One reader more: the slot keeps its content until ``release``."""
         self._leases += 1
-        self.index.lease(entry)
+        self.index.lease(entry, is_use=is_use)
 
     def release(self, entry: ArenaEntry) -> None:
         """One reader less."""
@@ -127,6 +122,25 @@ class ArenaBook:
         if entry is not None:
             self.free([entry])
         return entry is not None
+
+    def clear(self, tenant: str | None, *, keep_pinned: bool) -> list[ArenaEntry]:
+        """All chunks of a tenant (None: of all) are not found any more; returns them."""
+        gone = self.index.clear(tenant, keep_pinned=keep_pinned)
+        self.free(gone)
+        return gone
+
+    def shrink(self, tenant: str) -> None:
+        """The tenant has no more than its quota, or only what cannot go now."""
+        self._see_off(self.index.shrink(tenant))
+
+    def _see_off(self, evicted: Iterable[ArenaEntry]) -> None:
+        """Their slots are free, now or when they have been written to a lower tier."""
+        for entry in evicted:
+            if self._on_evicted(entry):
+                self.departing += 1
+                self._set_capacity()
+            else:
+                self.arena.give_back(entry.value.offset)
 
     def _set_capacity(self) -> None:
         usable = self.arena.slots - self.departing

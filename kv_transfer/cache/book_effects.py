@@ -42,10 +42,13 @@ class WriteChunk(NamedTuple):
 
 
 class RemoveChunks(NamedTuple):
-    """These are not wanted in a lower tier any more."""
+    """These are not wanted in a lower tier any more. Answered with ``Control.cleared`` when there
+    is a ``clear_id``.
+    """
 
     tier: int
     keys: list[bytes]
+    clear_id: int = 0
 
 
 class ProbeTier(NamedTuple):
@@ -55,8 +58,8 @@ class ProbeTier(NamedTuple):
 
 
 class ListTier(NamedTuple):
-    """Remove everything of a tenant (or of all) from a lower tier. Answered with
-    ``CacheBook.was_cleared``.
+    """Remove everything whose key begins so from a lower tier that others write to as well.
+    Answered with ``Control.cleared``.
     """
 
     tier: int

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
-from splitserve.kv_transfer.cache.book_effects import (
-    AskTier,
-    Effect,
-    ProbeTier,
-    Send,
-)
+from splitserve.kv_transfer.cache.book_effects import AskTier, Effect, ProbeTier, Send
 from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry, same_content
 from splitserve.kv_transfer.cache.keys import split_keys
 from splitserve.kv_transfer.cache.load_book import LoadBook
+from splitserve.kv_transfer.cache.mark_book import MarkBook
 from splitserve.kv_transfer.cache.messages import (
     PROTOCOL_VERSION,
     Arena,
@@ -27,13 +23,12 @@ from splitserve.kv_transfer.cache.messages import (
     Found,
     Hello,
     Lookup,
-    Mark,
-    Marks,
     OpenChunks,
     Reserve,
     Reserved,
     TierSpeed,
 )
+from splitserve.kv_transfer.cache.quota_book import QuotaBook
 from splitserve.kv_transfer.cache.save_book import SaveBook, Writer
 
 if TYPE_CHECKING:
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.settings import CacheSettings
     from splitserve.kv_transfer.cache.tier_book import TierBook
 
-MARKS_PER_MESSAGE = 2_000
 EXPIRY_INTERVAL_S = 1.0
 
 
@@ -67,6 +61,7 @@ class CacheBook:
         self, settings: CacheSettings, arena: Any, tiers: Sequence[TierBook], server: str
     ) -> None:
         self.settings = settings
+        self.quotas = QuotaBook(settings.quota_bytes)
         self.server = server
         self.tiers = list(tiers)
         self._by_number = {tier.number: tier for tier in self.tiers}
@@ -83,15 +78,17 @@ class CacheBook:
         self.saves = SaveBook(self.arena)
         self.geometry: ChunkGeometry | None = None
         self.models: Counter[bytes] = Counter()
+        self.engines: dict[int, Hello] = {}
+        """By client."""
         self.counters: Counter[str] = Counter()
+        self.hits: Counter[int] = Counter()
+        """Chunks that look-ups have found, by the number of the tier."""
+        self.misses: Counter[int] = Counter()
+        """Chunks that they have not found in it, nor in one above."""
         self.writers: dict[int, Writer] = {}
         self._pending: dict[int, PendingLookup] = {}
         self._asks = 0
-        self._watchers: set[int] = set()
-        self._marks: dict[bytes, tuple[Mark, int]] = {}
-        """Digest to the mark and the number of chunks that carry it."""
-        self._marked: dict[bytes, tuple[Mark, ...]] = {}
-        """Key of a chunk that is in some tier to its marks."""
+        self._marks = MarkBook(self._is_there)
         self._late: list[Effect] = []
         self._expired_at = 0.0
         self._departing: dict[tuple[int, bytes], ArenaEntry] = {}
@@ -100,9 +97,7 @@ class CacheBook:
 
     def quota(self, tier: str, tenant: str) -> int | None:
         """Bytes that a tenant may hold in a tier; None: no limit but the tier's."""
-        limits = self.settings.quota_bytes
-        own = limits.get(tenant) or limits.get("*") or {}
-        return own.get(tier)
+        return self.quotas.limits(tenant).get(tier)
 
     @property
     def chunk_bytes(self) -> int:
@@ -117,6 +112,7 @@ class CacheBook:
         refusal = self._why_not(message)
         if not refusal:
             self.models[message.model] += 1
+            self.engines[client] = message
             if message.rank >= 0:
                 self.writers[client] = Writer(
                     client,
@@ -135,8 +131,9 @@ class CacheBook:
 
     def client_gone(self, client: int, now: float) -> list[Effect]:
         """A connection has closed: nobody behind it touches the arena any more."""
+        self.engines.pop(client, None)
         self.writers.pop(client, None)
-        self._watchers.discard(client)
+        self._marks.client_gone(client)
         for ask_id in [a for a, pending in self._pending.items() if pending.client == client]:
             del self._pending[ask_id]
         self.saves.client_gone(client, now)
@@ -152,22 +149,28 @@ class CacheBook:
         self._walk(keys, found, now)
         shared = [t for t in self.tiers if t.index is None and t.is_usable]
         if len(found) == len(keys) or not shared:
-            return [self._answer(client, message.lookup_id, found)]
+            return [self._answer(client, message.lookup_id, found, len(keys))]
         pending = PendingLookup(
             client, message.lookup_id, keys, found, now + message.limit_s, shared[1:], shared[0],
             now,
         )  # fmt: skip
         return [self._ask(pending, now)]
 
-    def asked(self, ask_id: int, present: int, elapsed_s: float | None, now: float) -> list[Effect]:
-        """A shared tier has this many of the keys it was asked for, from the first one on.
-        ``elapsed_s`` is None when it could not be asked.
+    def asked(
+        self, ask_id: int, present: int, elapsed_s: float, now: float, *, has_failed: bool = False
+    ) -> list[Effect]:
+        """A shared tier has this many of the keys it was asked for, from the first one on; none
+        where it could not be asked (``tier_failed``).
         """
         pending = self._pending.pop(ask_id, None)
         if pending is None:
             return []
-        if elapsed_s is not None:
+        if not has_failed:
             pending.asked.health.answered(elapsed_s)
+            # Others remove and evict there: what is computed again has to be written again.
+            absent = pending.keys[len(pending.tiers) + present :]
+            pending.asked.forget(absent)
+            self.unmark(absent)
         pending.tiers += bytes([pending.asked.number]) * present
         self._walk(pending.keys, pending.tiers, now)
         return self._ask_next(pending, now)
@@ -190,6 +193,7 @@ class CacheBook:
         effects: list[Effect] = []
         for key in broken:
             self.counters["broken_chunks"] += 1
+            self.counters["broken_in_arena"] += 1
             effects += self.remove(key)
         effects += self.loads.close(client, message.load_id, message.indices, now)
         return effects + self._take_late()
@@ -252,8 +256,7 @@ class CacheBook:
         written = entry or departing
         parent = written.parent_key if written is not None else b""
         effects = self._by_number[tier].written(key, parent, outcome, now)
-        if outcome != "written":
-            self.unmark([key])
+        self.unmark([key])
         return effects + self.loads.feed(now) + self._take_late()
 
     def tier_failed(self, tier: int, reason: str, now: float) -> bool:
@@ -266,19 +269,16 @@ class CacheBook:
         """A tier that was left alone answers again."""
         self._by_number[tier].health.answered(elapsed_s)
 
+    def was_broken(self, tier: int) -> None:
+        """A tier had a chunk that was not whole; it has been removed there."""
+        self._by_number[tier].counters["broken"] += 1
+        self.counters["broken_chunks"] += 1
+
     # -- the router and operators --------------------------------------------------------------
 
     def watch(self, client: int) -> list[Effect]:
         """A router wants to know which marks there are."""
-        self._watchers.add(client)
-        marks = [mark for mark, _ in self._marks.values()]
-        parts = [
-            tuple(marks[i : i + MARKS_PER_MESSAGE]) for i in range(0, len(marks), MARKS_PER_MESSAGE)
-        ] or [()]
-        return [
-            Send(client, Marks(is_first=number == 0, added=part))
-            for number, part in enumerate(parts)
-        ]
+        return self._marks.watch(client)
 
     def remove(self, key: bytes) -> list[Effect]:
         """The chunk is in no tier any more."""
@@ -288,6 +288,18 @@ class CacheBook:
             effects.append(tier.remove([key]))
         self.unmark([key])
         return effects
+
+    def shrink(self, tier: str, tenant: str | None) -> None:
+        """The tenant (None: each) has no more in that tier than its quota, or only what cannot go
+        now: read, pinned or being written. What that orders is among the next effects.
+        """
+        book = next((found for found in self.tiers if found.name == tier), None)
+        held = (book or self.arena.index).used_bytes_by_tenant
+        for name in [tenant] if tenant is not None else list(held):
+            if book is None:
+                self.arena.shrink(name)
+            else:
+                self._late += book.shrink(name)
 
     def drop_from_arena(self, key: bytes) -> None:
         """The chunk leaves the arena only."""
@@ -301,25 +313,14 @@ class CacheBook:
         order = tier.write(entry.key, entry.parent_key, entry.value)
         if order is None:
             return False
-        self.arena.lease(entry)
+        self.arena.lease(entry, is_use=False)
         self._writing[tier.number, entry.key] = entry
         self._late.append(order)
         return True
 
     def unmark(self, keys: Sequence[bytes]) -> None:
         """These have left a tier: the marks of those that are in no other one are void."""
-        for key in keys:
-            if key not in self._marked or self.arena.index.get(key) is not None:
-                continue
-            if any(tier.has(key) for tier in self.tiers):
-                continue
-            for mark in self._marked.pop(key):
-                known, count = self._marks[mark.digest]
-                if count > 1:
-                    self._marks[mark.digest] = (known, count - 1)
-                else:
-                    del self._marks[mark.digest]
-                    self._tell_watchers(Marks(removed=(mark.digest,)))
+        self._late += self._marks.drop(keys)
 
     def take_effects(self) -> list[Effect]:
         """Orders that came up while something else was done."""
@@ -335,7 +336,7 @@ class CacheBook:
             self.counters["late_lookups"] += 1
             reason = f"no answer to a look-up within {pending.until - pending.asked_at:.3f} s"
             pending.asked.health.failed(reason, now)
-            effects.append(self._answer(pending.client, pending.lookup_id, pending.tiers))
+            effects.append(self._answer_pending(pending))
         effects += self.loads.expire(now)
         if now - self._expired_at >= EXPIRY_INTERVAL_S:
             self._expired_at = now
@@ -417,21 +418,34 @@ class CacheBook:
                 return
             found += bytes([number]) * count
 
-    def _ask(self, pending: PendingLookup, now: float) -> AskTier:
+    def new_ask(self) -> int:
+        """A number for ``AskTier`` that no other question has."""
         self._asks += 1
+        return self._asks
+
+    def _ask(self, pending: PendingLookup, now: float) -> AskTier:
+        ask_id = self.new_ask()
         pending.asked_at = now
-        self._pending[self._asks] = pending
-        return AskTier(pending.asked.number, self._asks, pending.keys[len(pending.tiers) :])
+        self._pending[ask_id] = pending
+        return AskTier(pending.asked.number, ask_id, pending.keys[len(pending.tiers) :])
 
     def _ask_next(self, pending: PendingLookup, now: float) -> list[Effect]:
         while pending.to_ask and len(pending.tiers) < len(pending.keys):
             pending.asked = pending.to_ask.pop(0)
             if pending.asked.is_usable:
                 return [self._ask(pending, now)]
-        return [self._answer(pending.client, pending.lookup_id, pending.tiers)]
+        return [self._answer_pending(pending)]
 
-    def _answer(self, client: int, lookup_id: int, found: bytearray) -> Send:
+    def _answer_pending(self, pending: PendingLookup) -> Send:
+        return self._answer(pending.client, pending.lookup_id, pending.tiers, len(pending.keys))
+
+    def _answer(self, client: int, lookup_id: int, found: bytearray, asked: int) -> Send:
         self.counters["chunks_found"] += len(found)
+        for number in (0, *(tier.number for tier in self.tiers if tier.is_usable)):
+            hits = found.count(number)
+            asked -= hits
+            self.hits[number] += hits
+            self.misses[number] += asked
         speeds = (
             TierSpeed(0.0, 0.0),
             *tuple(
@@ -449,6 +463,7 @@ class CacheBook:
 
     def _was_brought(self, entry: ArenaEntry) -> list[Effect]:
         """A chunk has come up from a lower tier."""
+        self.counters["chunks_brought"] += 1
         self._mark(entry)
         return []
 
@@ -474,18 +489,10 @@ class CacheBook:
         return False
 
     def _mark(self, entry: ArenaEntry) -> None:
-        marks = entry.value.marks
-        if not marks or entry.key in self._marked:
-            return
-        self._marked[entry.key] = marks
-        for mark in marks:
-            _, count = self._marks.get(mark.digest, (mark, 0))
-            self._marks[mark.digest] = (mark, count + 1)
-            if not count:
-                self._tell_watchers(Marks(added=(mark,)))
+        self._late += self._marks.add(entry.key, entry.value.marks)
 
-    def _tell_watchers(self, message: Marks) -> None:
-        self._late += [Send(watcher, message) for watcher in self._watchers]
+    def _is_there(self, key: bytes) -> bool:
+        return self.arena.index.get(key) is not None or any(t.has(key) for t in self.tiers)
 
     def _take_late(self) -> list[Effect]:
         late, self._late = self._late, []

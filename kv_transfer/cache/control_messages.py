@@ -35,9 +35,12 @@ class LookupWish(msgspec.Struct, frozen=True, kw_only=True):
 class ChunksWish(msgspec.Struct, frozen=True, kw_only=True):
     """Something is to be done with these chunks of one prompt. Answer: ``Done``.
 
-    ``pin``: they do not leave ``tier`` (empty: wherever each one is) until they are unpinned.
-    ``unpin``: the reverse. ``prefetch``: they are in ``tier`` (empty: the arena) too, read from
-    below. ``move``: they are in ``tier`` and in none above it.
+    ``pin``: they do not leave ``tier`` (empty: wherever each one is) until they are unpinned, or
+    the server ends; only tiers of this host have pins, each for a part of its capacity, and what
+    goes beyond that is missing. ``unpin``: the reverse. ``prefetch``: they are in ``tier`` (empty:
+    the arena) too, read from below or written from above; of a prompt larger than the arena its
+    beginning. ``move``: they are in ``tier`` and in none above it, but for those that are pinned
+    above, which are missing.
     """
 
     keys: bytes
@@ -47,8 +50,11 @@ class ChunksWish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClearWish(msgspec.Struct, frozen=True, kw_only=True):
-    """``clear``: chunks are removed. Answer: ``Done``; ``missing`` are those that could not be
-    removed (a store that does not answer).
+    """``clear``: chunks are removed, also those that are being read or written in a lower tier, but
+    not what an engine saves just then. Answer: ``Done``, which counts each tier's copy, and bytes
+    as far as they are known (not in shared tiers); ``missing`` are those that could not be removed
+    (a store that does not answer), at least one per such tier. Shared tiers of which nothing is
+    written (``admission: never``) are left out.
     """
 
     tenant: str | None
@@ -62,6 +68,10 @@ class ClearWish(msgspec.Struct, frozen=True, kw_only=True):
 class QuotaWish(msgspec.Struct, frozen=True, kw_only=True):
     """``quota``: what tenants may hold, and, where ``changes`` is set, another bound from now on.
     Answer: ``Quotas``, as they are then.
+
+    Of a tenant that holds more its own chunks go at once, but for those that are pinned or read; of
+    a shared tier nothing goes, and nothing is added. A tenant's first quota of its own replaces
+    those of ``EVERY_TENANT`` in that tier and keeps the others as its own.
     """
 
     tenant: str | None

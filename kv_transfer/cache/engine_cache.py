@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.kv_transfer.cache.costs import STEP_LEAST_TOKENS, FetchCosts
-from splitserve.kv_transfer.cache.keys import chunk_keys, root_key
+from splitserve.kv_transfer.cache.keys import KeyChain, root_key
 from splitserve.kv_transfer.cache.lookup_client import NOTHING, Hits
 from splitserve.kv_transfer.cache.orders import CacheOrders, LoadOrder, SaveOrder
 
@@ -83,22 +83,27 @@ class CachedPrompt:
     """One request."""
 
     prompt_tokens: int
-    root: bytes
-    media: tuple[Media, ...]
+    chain: KeyChain
     marks: tuple[Mark, ...]
-    keys: list[bytes]
     lookup_id: int | None
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
     """Chunks from this one on have failed to come, or cannot be read."""
     loads: int = 0
+    was_parked: bool = False
+    """It has waited for tokens from outside; asked again, they did not come."""
     offered: tuple[int, int] = (0, 0)
     """Tokens: from where to where the last answer to the scheduler reaches."""
     first_chunk: int = 0
     """Of the open load."""
     saved: int = 0
     """Leading chunks that the host has, or gets."""
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all whole chunks, those of the answer too once the request has ended."""
+        return self.chain.keys
 
 
 @dataclass(eq=False)
@@ -171,12 +176,12 @@ class EngineCache:
         of who has sent it.
         """
         root = root_key(self._model, tenant, identity.salt, identity.adapter)
-        keys = chunk_keys(root, prompt, self._chunk_tokens, media=identity.media)
+        chain = KeyChain(root, self._chunk_tokens, identity.media)
+        keys = chain.extend(prompt)
         lookup_id = self._lookups.ask(keys) if keys else None
         self._prompts[request_id] = CachedPrompt(
-            len(prompt), root, identity.media, tuple(marks), keys, lookup_id,
-            hits=NOTHING if lookup_id is None else None,
-        )  # fmt: skip
+            len(prompt), chain, tuple(marks), lookup_id, NOTHING if lookup_id is None else None
+        )
 
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Prompt tokens behind ``computed_tokens`` (whole blocks) that are loaded; None: ask again
@@ -188,6 +193,8 @@ class EngineCache:
         prompt.offered = (computed_tokens, computed_tokens)
         if prompt.loads >= LOADS_PER_REQUEST_LIMIT:
             return 0
+        if prompt.was_parked:
+            self._ask_again(prompt)
         hits = self._hits(prompt)
         if hits is None:
             return None
@@ -211,6 +218,7 @@ class EngineCache:
         prompt = self._prompts.get(request_id)
         if prompt is None or not external_tokens:
             return 0
+        prompt.was_parked = True
         start, end = prompt.offered
         if end <= start:
             return 0
@@ -234,6 +242,10 @@ class EngineCache:
             limit_s=self._config.load_timeout_s,
         ))  # fmt: skip
         return end - start
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether the end of a load of this request has yet to be reported."""
+        return any(load.request_id == request_id for load in self._open_loads.values())
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -268,10 +280,7 @@ class EngineCache:
         whole = computed_tokens // self._chunk_tokens
         if whole <= prompt.saved or computed_tokens < prompt.prompt_tokens:
             return
-        prompt.keys = chunk_keys(
-            prompt.root, tokens[:computed_tokens], self._chunk_tokens,
-            media=prompt.media, known=prompt.keys,
-        )  # fmt: skip
+        prompt.chain.extend(tokens[:computed_tokens])
         self._note_known(prompt)
         if whole > prompt.saved and not self._save(prompt, whole, block_ids, is_final=True):
             self.counters["chunks_shed"] += whole - prompt.saved
@@ -343,6 +352,15 @@ class EngineCache:
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
         return prompt.hits
 
+    def _ask_again(self, prompt: CachedPrompt) -> None:
+        """What was to come from outside has failed: the prefill node, or another engine, may have
+        saved more of the prompt meanwhile.
+        """
+        prompt.was_parked = prompt.has_waited = False
+        if prompt.lookup_id is None and prompt.keys:
+            prompt.lookup_id = self._lookups.ask(prompt.keys)
+            prompt.hits = None if prompt.lookup_id is not None else NOTHING
+
     def _readable(self, keys: Sequence[bytes]) -> int:
         """How many of these chunks, from the first one on, this engine may be able to read."""
         if not self._foreign:
@@ -406,13 +424,12 @@ class EngineCache:
             return
         del self._open_loads[loaded.load_id]
         elapsed_s = max(each.elapsed_s for each in load.ended)
-        self.counters["load_seconds"] += elapsed_s
+        self.counters["load_outcome_seconds"] += elapsed_s
         good = min(each.chunks for each in load.ended)
         prompt = self._prompts.get(load.request_id)
         if prompt is None:
             return
         if good < loaded.wanted:
-            self.counters["loads_failed"] += 1
             if any(each.is_foreign and each.chunks == good for each in load.ended):
                 self._foreign[prompt.keys[prompt.first_chunk + good]] = None
                 while len(self._foreign) > FOREIGN_LIMIT_KEYS:

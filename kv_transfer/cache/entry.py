@@ -24,7 +24,7 @@ class Entry(Generic[V]):
     added: float = 0.0
     """When it was published; its time to live begins here."""
     uses: int = 0
-    """Leases taken so far."""
+    """Leases that counted as one, so far."""
     leases: int = 0
     """Readers that hold it now."""
     is_pinned: bool = False
@@ -35,8 +35,8 @@ class Entry(Generic[V]):
     children: int = 0
     """Chunks in this tier, published or reserved, that follow it."""
     last_use: int = 0
-    """Tick of the last look-up that ended here or in a child that is gone; a chunk with children
-    is at least as fresh as they are.
+    """Tick when it came, of the last look-up that ended here, or the same of a child that is gone,
+    whichever is later; a chunk with children is at least as fresh as they are.
     """
     hits: int = 0
     """Look-ups that ended here, or in a child that is gone."""

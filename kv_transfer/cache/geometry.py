@@ -30,7 +30,8 @@ class ChunkGeometry(msgspec.Struct, frozen=True):
     """One number."""
     order: str
     """Inside a head's slice: ``rows``: token by token, key then value; ``vec``: all keys with
-    channels outermost, then all values token by token; other names are opaque.
+    channels outermost, then all values token by token; ``amx``: packed for its tiles
+    (``kernels/page_formats.py``); other names are opaque.
     """
 
     def __post_init__(self) -> None:

@@ -59,6 +59,10 @@ class TierIndex(Generic[V]):
         """Chunks that they have not found."""
         self.gone: Counter[str] = Counter()
         """Chunks by the reason why they went."""
+        self.leased = 0
+        """Chunks that readers hold, removed ones among them."""
+        self.pinned = 0
+        self.pinned_bytes = 0
         self._policy = policy_named(policy)
         self._ttl_s = ttl_s
         self._quotas = quotas
@@ -85,6 +89,11 @@ class TierIndex(Generic[V]):
     def __iter__(self) -> Iterator[Entry[V]]:
         """Those chunks; none may be added or removed meanwhile."""
         return iter(self._entries.values())
+
+    @property
+    def reserved(self) -> int:
+        """Chunks that have their room and are not published yet."""
+        return len(self._reserved)
 
     @property
     def used_bytes_by_tenant(self) -> Mapping[str, int]:
@@ -161,11 +170,18 @@ class TierIndex(Generic[V]):
             if not self._evict(self._order, keep, CAPACITY, victims):
                 self._undo(victims)
                 return None
-        for entry, reason in victims:
-            self._forget(entry, reason)
-            if self._policy.ghost_level:
-                self._ghosts.remember(entry.key, max(GHOSTS_FLOOR, len(self._entries)))
-        return [entry for entry, _ in victims]
+        return self._dismiss(victims)
+
+    def shrink(self, tenant: str) -> list[Entry[V]]:
+        """The tenant has no more than its quota, or only what cannot go now; the chunks returned
+        are gone for that, and their places are free.
+        """
+        quota = self._quotas(tenant)
+        victims: list[tuple[Entry[V], str]] = []
+        while quota is not None and self._tenant_bytes.get(tenant, 0) > quota:
+            if not self._evict(self._tenant_order(tenant), None, QUOTA, victims):
+                break
+        return self._dismiss(victims)
 
     def reserve(
         self, key: bytes, parent_key: bytes, size_bytes: int, tenant: str, value: V
@@ -187,8 +203,7 @@ class TierIndex(Generic[V]):
             entry.hits = self._policy.ghost_level
         self._reserved[key] = entry
         self._count(entry)
-        if parent_key:
-            self._link(entry)
+        self._link(entry)
         return entry
 
     def publish(self, entry: Entry[V], now: float, marks: tuple[object, ...] = ()) -> None:
@@ -230,11 +245,12 @@ class TierIndex(Generic[V]):
 
     # -- holding ---------------------------------------------------------------------------------
 
-    def lease(self, entry: Entry[V]) -> None:
-        """A reader holds the chunk, which is here; counts as one of its uses."""
+    def lease(self, entry: Entry[V], *, is_use: bool = True) -> None:
+        """A reader holds the chunk, which is here; counts as one of its uses, or does not."""
         assert entry.is_present, "a chunk that is gone cannot be leased"
+        self.leased += not entry.leases
         entry.leases += 1
-        entry.uses += 1
+        entry.uses += is_use
 
     def release(self, entry: Entry[V]) -> bool:
         """A reader lets go. True when the chunk was removed meanwhile and this was its last reader:
@@ -244,6 +260,7 @@ class TierIndex(Generic[V]):
         entry.leases -= 1
         if entry.leases:
             return False
+        self.leased -= 1
         if entry.is_present:
             self._offer(entry)
             return False
@@ -256,7 +273,10 @@ class TierIndex(Generic[V]):
         """
         found = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         for entry in found:
-            entry.is_pinned = True
+            if not entry.is_pinned:
+                entry.is_pinned = True
+                self.pinned += 1
+                self.pinned_bytes += entry.size_bytes
         return found
 
     def unpin(self, keys: Iterable[bytes]) -> list[Entry[V]]:
@@ -267,7 +287,7 @@ class TierIndex(Generic[V]):
             if (entry := self._entries.get(key)) is not None and entry.is_pinned
         ]
         for entry in found:
-            entry.is_pinned = False
+            self._let_go(entry)
             self._offer(entry)
         return found
 
@@ -340,9 +360,9 @@ class TierIndex(Generic[V]):
 
     def _offer(self, entry: Entry[V]) -> None:
         """``entry`` may have become evictable."""
-        if entry.is_evictable:
+        if not (entry.children or entry.leases) and entry.is_evictable:
             self._order.offer(entry)
-            if (order := self._tenant_orders.get(entry.tenant)) is not None:
+            if self._tenant_orders and (order := self._tenant_orders.get(entry.tenant)) is not None:
                 order.offer(entry)
 
     def _evict(
@@ -363,6 +383,14 @@ class TierIndex(Generic[V]):
         victims.append((entry, reason))
         return True
 
+    def _dismiss(self, victims: list[tuple[Entry[V], str]]) -> list[Entry[V]]:
+        """The victims will not come back."""
+        for entry, reason in victims:
+            self._forget(entry, reason)
+            if self._policy.ghost_level:
+                self._ghosts.remember(entry.key, max(GHOSTS_FLOOR, len(self._entries)))
+        return [entry for entry, _ in victims]
+
     def _undo(self, victims: list[tuple[Entry[V], str]]) -> None:
         """The victims are back, in both orders."""
         for entry, _ in reversed(victims):
@@ -375,17 +403,26 @@ class TierIndex(Generic[V]):
     def _remove(self, entry: Entry[V], reason: str) -> None:
         """``entry`` is out; its room is counted for as long as it is leased."""
         del self._entries[entry.key]
-        entry.is_present = entry.is_pinned = False
+        entry.is_present = False
+        self._let_go(entry)
         self._unlink(entry)
         self._forget(entry, reason)
         if not entry.leases:
             self._discount(entry)
 
+    def _let_go(self, entry: Entry[V]) -> None:
+        """``entry`` is not pinned."""
+        if entry.is_pinned:
+            entry.is_pinned = False
+            self.pinned -= 1
+            self.pinned_bytes -= entry.size_bytes
+
     def _forget(self, entry: Entry[V], reason: str) -> None:
         """``entry`` will not come back; what follows it is orphaned."""
         self.gone[reason] += 1
-        self._by_age.pop(entry.key, None)
-        self._overdue_pins.pop(entry.key, None)
+        if self._ttl_s is not None:
+            self._by_age.pop(entry.key, None)
+            self._overdue_pins.pop(entry.key, None)
         self._orphan_children(entry)
 
     def _orphan_children(self, entry: Entry[V]) -> None:
@@ -415,9 +452,11 @@ class TierIndex(Generic[V]):
                 del self._orphans[entry.parent_key]
             return
         parent.children -= 1
-        parent.last_use = max(parent.last_use, entry.last_use)
-        parent.hits += entry.own_hits
-        parent.own_hits += entry.own_hits
+        if entry.last_use > parent.last_use:
+            parent.last_use = entry.last_use
+        if entry.own_hits:
+            parent.hits += entry.own_hits
+            parent.own_hits += entry.own_hits
         self._offer(parent)
 
     def _parent(self, entry: Entry[V]) -> Entry[V] | None:

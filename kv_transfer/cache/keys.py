@@ -1,9 +1,9 @@
 """Names of chunks: a chain of keyed BLAKE3 hashes over everything that a chunk's KV depends on.
 
 A chunk is ``chunk_tokens`` tokens of a prompt in all layers, and its KV follows from the model, the
-adapter, and every token and picture up to its end. So the key of the first chunk is a hash keyed
-with the *root* (fingerprint, salt, adapter), the key of every other one a hash keyed with the key
-before it, and two keys are equal only when all of that is. Hashes are cryptographic and nothing of
+adapter, and every token and picture up to its end. So one hash, keyed with the *root*
+(fingerprint, salt, adapter), runs over the prompt, and its state at the end of each chunk is that
+chunk's key: two keys are equal only when all of that is. Hashes are cryptographic and nothing of
 the process goes in: a client cannot make two prompts share a key, and every process, host and
 Python version computes the same ones.
 
@@ -32,7 +32,8 @@ LAYOUT_VALUES = frozenset({"block_size", "kv_layout", "attention_isa", "device",
 chunk does not depend on them.
 """
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+_encode, _encode_into = _encoder.encode, _encoder.encode_into
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -55,6 +56,15 @@ def root_key(model: bytes, tenant: bytes, salt: str, adapter: str) -> bytes:
     return tenant + blake3(_encode((salt, adapter)), key=model).digest(HASH_BYTES)
 
 
+def tag_of(text: str) -> bytes:
+    """A tenant's tag from its hex text; that of nobody for a text that is none."""
+    try:
+        tag = bytes.fromhex(text)
+    except ValueError:
+        return NO_TENANT
+    return tag if len(tag) == TAG_BYTES else NO_TENANT
+
+
 def tenant_of(key: bytes) -> bytes:
     """The tag of the tenant that a chunk belongs to."""
     return key[:TAG_BYTES]
@@ -67,29 +77,35 @@ def split_keys(joined: bytes) -> list[bytes]:
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
 
 
-def chunk_keys(
-    root: bytes,
-    tokens: Sequence[int],
-    chunk_tokens: int,
-    *,
-    media: Iterable[Media] = (),
-    known: Sequence[bytes] = (),
-) -> list[bytes]:
-    """The key of every whole chunk of ``tokens``, in order.
+class KeyChain:
+    """The keys of one prompt's chunks, which can be continued with the answer's tokens."""
 
-    ``known`` are keys of the first chunks, computed before for the same beginning.
-    """
-    keys = list(known)
-    parent = keys[-1] if keys else root
-    tag = root[:TAG_BYTES]
-    pictures = list(media)
-    for start in range(len(keys) * chunk_tokens, len(tokens) - chunk_tokens + 1, chunk_tokens):
-        content = _encode(tokens[start : start + chunk_tokens])
-        if inside := _inside(pictures, start, start + chunk_tokens):
-            content += _encode(inside)
-        parent = tag + blake3(content, key=parent).digest(HASH_BYTES)
-        keys.append(parent)
-    return keys
+    def __init__(self, root: bytes, chunk_tokens: int, media: Iterable[Media] = ()) -> None:
+        self.keys: list[bytes] = []
+        self._tag = root[:TAG_BYTES]
+        self._hasher = blake3(key=root)
+        self._chunk_tokens = chunk_tokens
+        self._media = list(media)
+        self._buffer = bytearray()
+
+    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+        """The key of every whole chunk of ``tokens``, in order. They begin with the tokens of the
+        chunks that have keys already.
+        """
+        size, keys, tag = self._chunk_tokens, self.keys, self._tag
+        update, digest, buffer = self._hasher.update, self._hasher.digest, self._buffer
+        for start in range(len(keys) * size, len(tokens) - size + 1, size):
+            _encode_into(tokens[start : start + size], buffer)
+            update(buffer)
+            if self._media and (inside := _inside(self._media, start, start + size)):
+                update(_encode(inside))
+            keys.append(tag + digest(HASH_BYTES))
+        return keys
+
+
+def chunk_keys(root: bytes, tokens: Sequence[int], chunk_tokens: int) -> list[bytes]:
+    """The key of every whole chunk of a text, in order."""
+    return KeyChain(root, chunk_tokens).extend(tokens)
 
 
 def _inside(media: list[Media], start: int, end: int) -> list[tuple[str, int]]:

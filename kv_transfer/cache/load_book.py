@@ -3,7 +3,8 @@
 A load is answered chunk by chunk in its order; what comes behind a chunk that is missing is useless
 and is given up with it. Chunks that two clients want are read once. A read that finds no slot takes
 that of a chunk which its own load has brought and is done with, so a load may be larger than the
-arena; else it waits for one until its load's time is over, or gives up when nobody holds any.
+arena (but not that of a prefetch, for which the prompt's beginning is worth most); else it waits
+for one until its load's time is over, or gives up when nobody holds any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, ReadChunk, Send
+from splitserve.kv_transfer.cache.keys import tenant_of
 from splitserve.kv_transfer.cache.messages import CHUNKS_LIMIT_BYTES, Ready, ReadyChunk
 
 if TYPE_CHECKING:
@@ -38,15 +40,19 @@ class Load:
     load_id: int
     keys: list[bytes]
     until: float
+    """Infinite when that is over."""
+    end: int
+    """Chunks from this index on will not come."""
+    parent: bytes = b""
+    """Key of the chunk before the first one, where it is known."""
+    holds: bool = True
+    """Whether chunks that are there are kept in place until the load is closed."""
     held: dict[int, ArenaEntry] = field(default_factory=dict)
     """Chunks that the client may read now, by index."""
     wanted: int = 0
     """Chunks before this index are asked for or answered."""
-    end: int = 0
-    """Chunks from this index on will not come."""
     brought: set[int] = field(default_factory=set)
     """Chunks that a tier has brought for it, and for which it has not given up the slot."""
-    pins: bool = False
 
     def is_over(self) -> bool:
         """Whether nothing will be added."""
@@ -63,6 +69,8 @@ class Reading:
     tiers: deque[TierBook]
     """Tiers to try after this one."""
     waiters: list[tuple[Load, int]] = field(default_factory=list)
+    is_void: bool = False
+    """What comes is not wanted any more."""
 
 
 class LoadBook:
@@ -103,12 +111,36 @@ class LoadBook:
         self._loads[client, load_id] = load
         return self._go_on(load, now)
 
-    def prefetch(self, keys: list[bytes], until: float, now: float) -> list[Effect]:
-        """These are brought into the arena for nobody in particular."""
+    @property
+    def latest_prefetch(self) -> int:
+        """The number of the prefetch that was begun last."""
+        return self._prefetches
+
+    def is_fetching(self, prefetch: int) -> bool:
+        """Whether more may come of a prefetch."""
+        load = self._loads.get((NOBODY, prefetch))
+        return load is not None and (not load.is_over() or self._is_awaited(load))
+
+    def prefetch(
+        self,
+        keys: list[bytes],
+        until: float,
+        now: float,
+        *,
+        parent: bytes = b"",
+        holds: bool = False,
+    ) -> list[Effect]:
+        """These are brought into the arena for nobody in particular; with ``holds`` they stay there
+        until ``stop_fetching``.
+        """
         self._prefetches += 1
-        load = Load(NOBODY, self._prefetches, keys, until, end=len(keys))
+        load = Load(NOBODY, self._prefetches, keys, until, len(keys), parent, holds)
         self._loads[NOBODY, load.load_id] = load
         return self._go_on(load, now)
+
+    def stop_fetching(self, prefetch: int, now: float) -> list[Effect]:
+        """No more chunks are asked for, and none is held; those on their way arrive."""
+        return self.close(NOBODY, prefetch, (), now)
 
     def close(self, client: int, load_id: int, indices: Sequence[int], now: float) -> list[Effect]:
         """The client does not read these any more (none named: nothing of the load)."""
@@ -141,6 +173,9 @@ class LoadBook:
     def was_read(self, key: bytes, chunk: Chunk | None, now: float) -> list[Effect]:
         """A tier has brought a chunk into its slot, or (None) has not."""
         reading = self._reading[key]
+        if reading.is_void:
+            chunk = None
+            reading.tiers.clear()
         if chunk is None:
             while reading.tiers:
                 tier = reading.tiers.popleft()
@@ -163,6 +198,12 @@ class LoadBook:
             if index < load.end:
                 effects += self._hold(load, index, entry)
         return effects + self.feed(now)
+
+    def void(self, tenant: str | None) -> None:
+        """What is being read of this tenant's chunks (None: of everybody's) does not arrive."""
+        for key, reading in self._reading.items():
+            if tenant is None or tenant_of(key).hex() == tenant:
+                reading.is_void = True
 
     def expire(self, now: float) -> list[Effect]:
         """Loads whose time is over get no more chunks; those they hold stay theirs."""
@@ -194,10 +235,11 @@ class LoadBook:
             entry = self._arena.index.get(key)
             if entry is not None:
                 load.wanted += 1
-                effects += self._on_used(entry)
                 if load.client != NOBODY:
-                    self._arena.lease(entry)
-                    load.held[index] = entry
+                    effects += self._on_used(entry)
+                if load.holds:
+                    self._lend(load, index, entry)
+                if load.client != NOBODY:
                     ready.append(_ready(index, entry))
                 continue
             reading = self._reading.get(key)
@@ -218,7 +260,7 @@ class LoadBook:
             load.wanted += 1
         for part in _parts(ready):
             effects.append(Send(load.client, Ready(load_id=load.load_id, chunks=tuple(part))))
-        if load.client == NOBODY and load.is_over() and not self._is_awaited(load):
+        if not load.holds and not self.is_fetching(load.load_id):
             self._forget(load)
         return effects
 
@@ -236,9 +278,9 @@ class LoadBook:
             return None  # An engine is writing it.
         if self._reads_enough():
             return None
-        parent = load.keys[index - 1] if index else b""
+        parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
-        if entry is None and self._recycle(load, index):
+        if entry is None and load.client != NOBODY and self._recycle(load, index):
             entry = self._arena.reserve(key, parent, self._blank())
         if entry is None:
             return None
@@ -277,15 +319,21 @@ class LoadBook:
         return any(key in load.keys[load.wanted : load.end] for load in self._loads.values())
 
     def _hold(self, load: Load, index: int, entry: ArenaEntry) -> list[Effect]:
-        if load.client == NOBODY:
-            if load.is_over() and not self._is_awaited(load):
+        if not load.holds:
+            if not self.is_fetching(load.load_id):
                 self._forget(load)
             return []
         if not self._is_open(load):
             return []
-        self._arena.lease(entry)
-        load.held[index] = entry
+        self._lend(load, index, entry)
+        if load.client == NOBODY:
+            return []
         return [Send(load.client, Ready(load_id=load.load_id, chunks=(_ready(index, entry),)))]
+
+    def _lend(self, load: Load, index: int, entry: ArenaEntry) -> None:
+        self._arena.lease(entry, is_use=load.client != NOBODY)
+        load.held[index] = entry
+        self.counters["chunks_lent"] += load.client != NOBODY
 
     def _give_up(self, load: Load, index: int) -> list[Effect]:
         """The load's chunks from ``index`` on will not come."""
@@ -295,7 +343,8 @@ class LoadBook:
         load.end = index
         self._starved.pop((load.client, load.load_id), None)
         if load.client == NOBODY:
-            self._forget(load)
+            if not load.holds and not self._is_awaited(load):
+                self._forget(load)
             return []
         return [Send(load.client, Ready(load_id=load.load_id, missing=missing))]
 

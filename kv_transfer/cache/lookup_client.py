@@ -83,18 +83,16 @@ class LookupClient:
     def ask(self, keys: Sequence[bytes]) -> int | None:
         """The number of a new look-up; None when there is nobody to ask now."""
         now = monotonic()
-        if not keys or now < self._rests_until or not self._connect(now):
+        if not keys or now < self._rests_until:
             return None
-        assert self._connection is not None
         self._count += 1
         message = Lookup(
             lookup_id=self._count, keys=b"".join(keys[:KEYS_LIMIT]), limit_s=self._limit_s / 2
         )
-        try:
-            if not packets.send(self._connection, message):
-                return None
-        except packets.PeerGoneError as error:
-            self._lost(error)
+        # A server that was started again since the last question is found by the second try.
+        if not (
+            self._sent(message, now) or (self._connection is None and self._sent(message, now))
+        ):
             return None
         self._open[self._count] = now + self._limit_s
         return self._count
@@ -103,15 +101,19 @@ class LookupClient:
         """What a look-up has found; None: not known yet. Waits for at most ``wait_s``. An answer
         is given once.
         """
-        if lookup_id not in self._found and lookup_id in self._open:
-            self._receive(wait_s)
+        until = monotonic() + wait_s
+        while lookup_id in self._open:
+            left_s = until - monotonic()
+            self._receive(max(0.0, left_s))
+            if left_s <= 0:
+                break
         found = self._found.pop(lookup_id, None)
         if found is not None:
             return found
-        until = self._open.get(lookup_id)
-        if until is None:
+        deadline = self._open.get(lookup_id)
+        if deadline is None:
             return NOTHING
-        if monotonic() < until:
+        if monotonic() < deadline:
             return None
         self.forget(lookup_id)
         self._was_silent()
@@ -127,6 +129,17 @@ class LookupClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _sent(self, message: Lookup, now: float) -> bool:
+        """Whether the server has been told; afterwards there is no connection to a dead one."""
+        if not self._connect(now):
+            return False
+        assert self._connection is not None
+        try:
+            return packets.send(self._connection, message)
+        except packets.PeerGoneError as error:
+            self._lost(error)
+            return False
 
     def _connect(self, now: float) -> bool:
         if self._connection is not None:

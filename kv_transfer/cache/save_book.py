@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 IS_THERE = -1
 NO_ROOM = -2
 WORD_BYTES = 8
-PATIENCE_S = 10.0
+PATIENCE_S = 2.0
 """How long a reservation waits for ranks that have not asked for it yet."""
 
 

@@ -46,13 +46,14 @@ from splitserve.kv_transfer.cache.messages import (
     Reserve,
     Watch,
 )
+from splitserve.kv_transfer.cache.settings import tier_names
 from splitserve.kv_transfer.cache.tier_book import TierBook
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
-    from splitserve.kv_transfer.cache.settings import CacheSettings
+    from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
     from splitserve.kv_transfer.cache.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -94,16 +95,22 @@ class CacheServer:
         size = cpu.capacity_bytes if cpu is not None else settings.staging_bytes
         assert size is not None
         self.arena = Arena(size)
-        lower = [tier for tier in settings.tiers if tier.type != "cpu"]
         self._write_limit_bytes = min(
             settings.write_queue_limit_bytes,
-            size // (WRITING_SHARE * max(1, len(lower))),
+            size // (WRITING_SHARE * max(1, len(tiers))),
         )
+        names = tier_names(tier.type for tier in settings.tiers)
+        lower = [
+            (name, tier)
+            for name, tier in zip(names, settings.tiers, strict=True)
+            if tier.type != "cpu"
+        ]
         books = [
-            self._tier_book(n + 1, s, t) for n, (s, t) in enumerate(zip(lower, tiers, strict=True))
+            self._tier_book(number, name, of_tier, tier)
+            for number, ((name, of_tier), tier) in enumerate(zip(lower, tiers, strict=True), 1)
         ]
         self.book = CacheBook(settings, self.arena, books, uuid4().hex)
-        self._control = Control(self.book)
+        self._control = Control(self.book, started=monotonic())
         self._codec = codec
         self._workers = {
             book.number: jobs.TierWorkers(
@@ -130,13 +137,14 @@ class CacheServer:
         self._arena_has_failed = False
         self._carry_out(fills)
 
-    def _tier_book(self, number: int, settings: Any, tier: Tier) -> TierBook:
+    def _tier_book(self, number: int, name: str, settings: TierSettings, tier: Tier) -> TierBook:
         return TierBook(
             number,
             settings,
+            name=name,
             is_exclusive=tier.capabilities.is_exclusive,
             write_limit_bytes=self._write_limit_bytes,
-            quotas=lambda tenant: self.book.quota(settings.type, tenant),
+            quotas=lambda tenant: self.book.quota(name, tenant),
         )
 
     def run(self) -> None:
@@ -159,7 +167,8 @@ class CacheServer:
 
     def _turn(self) -> None:
         now = monotonic()
-        wait_s = max(0.0, self.book.next_deadline(now) - now)
+        deadline = min(self.book.next_deadline(now), self._control.next_deadline())
+        wait_s = max(0.0, deadline - now)
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -172,6 +181,7 @@ class CacheServer:
             for result in worker.take_results():
                 self._carry_out(self._take_up(worker.number, result, monotonic()))
         self._carry_out(self.book.tick(monotonic()))
+        self._carry_out(self._control.tick(monotonic()))
         self._look_at_arena()
 
     def _look_at_arena(self) -> None:
@@ -243,10 +253,14 @@ class CacheServer:
         book = self.book
         match result:
             case jobs.Asked():
-                return book.asked(result.ask_id, result.present, result.elapsed_s, now)
+                has_failed = result.found is None
+                self._control.asked(result.ask_id, result.found, result.elapsed_s)
+                return book.asked(
+                    result.ask_id, result.present, result.elapsed_s, now, has_failed=has_failed
+                )
             case jobs.WasRead():
                 if result.was_broken:
-                    book.counters["broken_chunks"] += 1
+                    book.was_broken(tier)
                 return book.was_read(
                     tier, result.key, result.chunk, result.elapsed_s, now,
                     has_failed=result.has_failed,
@@ -255,12 +269,13 @@ class CacheServer:
                 return book.was_written(tier, result.key, result.outcome, now)
             case jobs.Failed():
                 if book.tier_failed(tier, result.reason, now):
-                    logger.warning("tier %d is left alone for a while: %s", tier, result.reason)
+                    name = book.tiers[tier - 1].name
+                    logger.warning("the %s tier is left alone: %s", name, result.reason)
             case jobs.Probed():
                 book.probed(tier, result.elapsed_s)
-                logger.info("tier %d answers again", tier)
+                logger.info("the %s tier answers again", book.tiers[tier - 1].name)
             case jobs.Cleared():
-                return self._control.cleared(result.clear_id, result.chunks)
+                return self._control.cleared(result.clear_id, result.chunks, result.is_complete)
         return []
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -281,7 +296,7 @@ class CacheServer:
                         jobs.WriteJob(effect.key, effect.parent, effect.chunk, body)
                     )
                 case RemoveChunks():
-                    self._workers[effect.tier].remove(effect.keys)
+                    self._workers[effect.tier].remove(effect.keys, effect.clear_id)
                     self.book.unmark(effect.keys)
                     self._carry_out(self.book.take_effects())
                 case ProbeTier():
@@ -341,6 +356,7 @@ class CacheServer:
             return
         self._selector.unregister(client.connection)
         client.connection.close()
+        self._carry_out(self._control.client_gone(client.number, monotonic()))
         self._carry_out(self.book.client_gone(client.number, monotonic()))
 
     def _close(self) -> None:

@@ -14,13 +14,13 @@ from splitserve.kv_transfer.cache.tier_health import TierHealth
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
-FULL_S = 60.0
+FULL_S = 5.0
 """How long a disk that was full is taken to be smaller than configured."""
 WRITTEN_LIMIT_KEYS = 65_536
 """Keys that this host has written to a shared tier and remembers, so as not to write them again."""
@@ -37,9 +37,12 @@ class TierBook:
         is_exclusive: bool,
         write_limit_bytes: int,
         quotas: Callable[[str], int | None],
+        name: str = "",
     ) -> None:
         self.number = number
         self.settings = settings
+        self.name = name or settings.type
+        """As in the configuration (``settings.tier_names``)."""
         self.health = TierHealth(is_remote=not is_exclusive)
         self.counters: Counter[str] = Counter()
         self._capacity_bytes = settings.capacity_bytes or UNBOUNDED_BYTES
@@ -51,18 +54,14 @@ class TierBook:
         self._full_until = 0.0
         self.writing: dict[bytes, int] = {}
         """Key to stored size of what was handed to the tier and has not been answered."""
-        self._unwanted: set[bytes] = set()
-        """Those of ``writing`` that were removed meanwhile."""
         self._write_limit_bytes = write_limit_bytes
         self._quotas = quotas
-        self._written: dict[bytes, None] = {}
+        self._written: dict[bytes, int] = {}
+        """Key to size of what this server has put into a shared tier, as far as it knows."""
+        self._void: set[bytes] = set()
+        """Those of ``writing`` that are removed as soon as they are written."""
         self.written_bytes_by_tenant: Counter[str] = Counter()
         """Of a shared tier: what this server has put there."""
-
-    @property
-    def name(self) -> str:
-        """As in the configuration."""
-        return self.settings.type
 
     @property
     def is_usable(self) -> bool:
@@ -95,18 +94,31 @@ class TierBook:
         admission = self.settings.admission
         return admission == "always" or (admission == "second_use" and uses > 0)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Chunks that were handed to the tier and are not written yet."""
+        return sum(self.writing.values())
+
+    @property
+    def used_bytes_by_tenant(self) -> Mapping[str, int]:
+        """What tenants have there; in a shared tier what they have by this server."""
+        index = self.index
+        return self.written_bytes_by_tenant if index is None else index.used_bytes_by_tenant
+
+    def can_queue(self, chunk_bytes: int) -> bool:
+        """Whether one more chunk may wait to be written; each keeps its slot meanwhile."""
+        held_bytes = len(self.writing) * chunk_bytes
+        return not held_bytes or held_bytes + chunk_bytes <= self._write_limit_bytes
+
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
         """The order to write a chunk; None when the tier does not take it now."""
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
             return None
-        held_bytes = len(self.writing) * chunk.geometry.chunk_bytes
-        if held_bytes and held_bytes + chunk.geometry.chunk_bytes > self._write_limit_bytes:
+        if not self.can_queue(chunk.geometry.chunk_bytes):
             self.counters["writes_shed"] += 1
             return None
-        limit = self._quotas(tenant_of(key).hex())
-        held = self.written_bytes_by_tenant[tenant_of(key).hex()]
-        if self.index is None and limit is not None and held + size_bytes > limit:
+        if self.index is None and not self._is_within_quota(tenant_of(key), size_bytes):
             self.counters["writes_over_quota"] += 1
             return None
         self.writing[key] = size_bytes
@@ -115,20 +127,21 @@ class TierBook:
     def written(self, key: bytes, parent: bytes, outcome: str, now: float) -> list[Effect]:
         """A write has ended: ``written``, ``full`` or ``failed``."""
         size = self.writing.pop(key)
-        is_unwanted = key in self._unwanted
-        self._unwanted.discard(key)
         self.counters[f"writes_{outcome}"] += 1
+        if outcome != "written":
+            self._void.discard(key)
         if outcome == "full" and self.index is not None:
             return self._make_way(now)
         if outcome != "written":
             return []
         self.counters["written_bytes"] += size
         self.health.wrote()
-        if is_unwanted:
-            return [RemoveChunks(self.number, [key])]
+        if key in self._void:
+            self._void.discard(key)
+            return []
         if self.index is None:
             self.written_bytes_by_tenant[tenant_of(key).hex()] += size
-            self._written[key] = None
+            self._written[key] = size
             if len(self._written) > WRITTEN_LIMIT_KEYS:
                 del self._written[next(iter(self._written))]
             return []
@@ -139,17 +152,49 @@ class TierBook:
         return [RemoveChunks(self.number, [e.key for e in room])] if room else []
 
     def remove(self, keys: Sequence[bytes]) -> RemoveChunks:
-        """The order that removes these; what is being written of them goes when it is written."""
+        """The order that removes these, after what is being written of them has been."""
         self.forget(keys)
-        self._unwanted.update(key for key in keys if key in self.writing)
+        self._void.update(key for key in keys if key in self.writing)
         return RemoveChunks(self.number, list(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The store does not have these, or not any more."""
         for key in keys:
-            self._written.pop(key, None)
+            size = self._written.pop(key, None)
+            if size is not None:
+                self.written_bytes_by_tenant[tenant_of(key).hex()] -= size
             if self.index is not None:
                 self.index.remove(key)
+
+    def clear(self, tenant: str | None, *, keep_pinned: bool) -> tuple[list[bytes], int]:
+        """Nothing of this tenant's (None: of anybody's) is known to be there any more, and what is
+        being written is forgotten when it has been. Returns the keys that are to be removed from
+        the store after that, and the bytes of those that were there.
+
+        Of a shared tier these are only the ones that this server remembers.
+        """
+        void = [k for k in self.writing if tenant is None or tenant_of(k).hex() == tenant]
+        self._void.update(void)
+        if self.index is not None:
+            gone = self.index.clear(tenant, keep_pinned=keep_pinned)
+            return [*(e.key for e in gone), *void], sum(e.size_bytes for e in gone)
+        known = [k for k in self._written if tenant is None or tenant_of(k).hex() == tenant]
+        for key in known:
+            del self._written[key]
+        if tenant is None:
+            self.written_bytes_by_tenant.clear()
+        else:
+            self.written_bytes_by_tenant.pop(tenant, None)
+        return [*known, *void], 0
+
+    def shrink(self, tenant: str) -> list[Effect]:
+        """The tenant has no more than its quota, or only what cannot go now. Shared tiers keep what
+        they have.
+        """
+        if self.index is None:
+            return []
+        keys = [entry.key for entry in self.index.shrink(tenant)]
+        return [RemoveChunks(self.number, keys)] if keys else []
 
     def expire(self, now: float) -> list[Effect]:
         """What has outlived the tier's time goes."""
@@ -161,6 +206,14 @@ class TierBook:
         keys = [entry.key for entry in self.index.expire(now)]
         self.counters["expired"] += len(keys)
         return [RemoveChunks(self.number, keys)] if keys else []
+
+    def _is_within_quota(self, tenant: bytes, size_bytes: int) -> bool:
+        """Whether the tenant may have so much more in a shared tier."""
+        limit = self._quotas(tenant.hex())
+        if limit is None:
+            return True
+        waiting = sum(size for key, size in self.writing.items() if tenant_of(key) == tenant)
+        return self.written_bytes_by_tenant[tenant.hex()] + waiting + size_bytes <= limit
 
     def _make_way(self, now: float) -> list[Effect]:
         """The disk is fuller than its index says: the capacity is what fits, for a while."""

@@ -23,6 +23,10 @@ class TierHealth:
     def __init__(self, *, is_remote: bool) -> None:
         self.latency_s = 1e-3 if is_remote else 1e-4
         self.bytes_per_s = START_BYTES_PER_S
+        self.has_answered = False
+        """Whether the latency was ever measured."""
+        self.has_delivered = False
+        """Whether the rate was."""
         self.is_open = False
         """The tier is not to be asked."""
         self.last_error = ""
@@ -34,12 +38,14 @@ class TierHealth:
 
     def answered(self, latency_s: float) -> None:
         """The tier has answered a question without content."""
+        self.has_answered = True
         self.latency_s += WEIGHT * (latency_s - self.latency_s)
         self._succeeded()
 
     def read(self, size_bytes: int, elapsed_s: float) -> None:
         """The tier has delivered chunks."""
         rate = size_bytes / max(elapsed_s - self.latency_s, elapsed_s / 2, 1e-6)
+        self.has_delivered = True
         self.bytes_per_s += WEIGHT * (rate - self.bytes_per_s)
         self._succeeded()
 

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
+from itertools import islice
 from queue import Empty, Queue
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +28,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BATCH_LIMIT = 16
+REMOVE_BATCH_LIMIT = 256
 STOP_DEADLINE_S = 5.0
 STOP_MARGIN_S = 1.0
 """For the job that runs at the deadline."""
@@ -47,8 +49,9 @@ class Asked(NamedTuple):
 
     ask_id: int
     present: int
-    elapsed_s: float | None
-    """None: it could not be asked."""
+    elapsed_s: float
+    found: tuple[bool, ...] | None = ()
+    """Which of them; None when the tier could not be asked."""
 
 
 class WasRead(NamedTuple):
@@ -86,6 +89,8 @@ class Cleared(NamedTuple):
 
     clear_id: int
     chunks: int
+    is_complete: bool
+    """Whether these were all."""
 
 
 class ReadJob(NamedTuple):
@@ -123,6 +128,8 @@ class TierWorkers:
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
         self._failure: BaseException | None = None
+        self.is_stopping = False
+        """Nothing is begun any more."""
         self._write_until = float("inf")
         names = [("read", self._read_loop)] * readers
         names += [("ask", self._ask_loop), ("write", self._write_loop)]
@@ -162,16 +169,20 @@ class TierWorkers:
         """See ``WriteChunk``."""
         self._writes.put(lambda: self._do_write(job))
 
-    def remove(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes], clear_id: int = 0) -> None:
         """See ``RemoveChunks``."""
-        self._writes.put(lambda: self._do_remove(keys))
+        if clear_id:
+            self._writes.put(lambda: self._do_clear(clear_id, keys))
+        else:
+            self._writes.put(lambda: self._do_remove(keys))
 
     def clear(self, clear_id: int, prefix: bytes) -> None:
         """See ``ListTier``."""
-        self._writes.put(lambda: self._do_clear(clear_id, prefix))
+        self._writes.put(lambda: self._do_clear(clear_id, self._tier.listed(prefix)))
 
     def stop(self) -> None:
         """No more reads; what waits to be written has ``STOP_DEADLINE_S``. ``join`` follows."""
+        self.is_stopping = True
         self._write_until = monotonic() + STOP_DEADLINE_S
         for queue in (self._reads, self._asks):
             with suppress(Empty):
@@ -239,10 +250,10 @@ class TierWorkers:
         try:
             found = self._tier.contains(keys)
         except TierError as error:
-            self._done(Failed(str(error)), Asked(ask_id, 0, None))
+            self._done(Failed(str(error)), Asked(ask_id, 0, monotonic() - began, None))
             return
         present = found.index(False) if False in found else len(found)
-        self._done(Asked(ask_id, present, monotonic() - began))
+        self._done(Asked(ask_id, present, monotonic() - began, tuple(found)))
 
     def _do_probe(self) -> None:
         began = monotonic()
@@ -305,15 +316,16 @@ class TierWorkers:
         except TierError as error:
             self._done(Failed(str(error)))
 
-    def _do_clear(self, clear_id: int, prefix: bytes) -> None:
+    def _do_clear(self, clear_id: int, keys: Iterable[bytes]) -> None:
         removed = 0
+        left = iter(keys)
         try:
-            keys = [stored.key for stored in self._tier.stored() if stored.key.startswith(prefix)]
-            for start in range(0, len(keys), READ_BATCH_LIMIT):
-                removed += self._tier.remove(keys[start : start + READ_BATCH_LIMIT])
+            while not self.is_stopping and (batch := list(islice(left, REMOVE_BATCH_LIMIT))):
+                removed += self._tier.remove(batch)
         except TierError as error:
-            self._done(Failed(str(error)))
-        self._done(Cleared(clear_id, removed))
+            self._done(Failed(str(error)), Cleared(clear_id, removed, False))
+            return
+        self._done(Cleared(clear_id, removed, not self.is_stopping))
 
 
 def waker() -> tuple[int, Callable[[], None]]:

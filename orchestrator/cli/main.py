@@ -6,6 +6,8 @@ from importlib import metadata
 
 import click
 
+from splitserve.orchestrator.cli.cache import cache
+from splitserve.orchestrator.cli.cache_advice import advise
 from splitserve.orchestrator.cli.config import config
 from splitserve.orchestrator.cli.departures import drain, restart
 from splitserve.orchestrator.cli.doctor import doctor
@@ -30,8 +32,9 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, down, drain, restart, quickstart, model, config, doctor):
+for command in (up, status, down, drain, restart, cache, quickstart, model, config, doctor):
     main.add_command(command)
+cache.add_command(advise)
 
 if __name__ == "__main__":
     main()

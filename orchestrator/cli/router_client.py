@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from splitserve.orchestrator.cli.errors import EXIT_FAILED
+from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
@@ -58,14 +58,31 @@ class RouterClient:
             )
         return answer
 
-    def _ask(self, method: str, path: str, body: str | None) -> tuple[int, dict[str, Any]]:
+    def cache(self, verb: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """The answer to a wish about the cache; an empty verb asks for its state. Raises
+        ``RefusedError`` for what cannot be done.
+        """
+        path = f"/internal/cache/{verb}" if verb else "/internal/cache"
+        text = None if body is None else json.dumps(body)
+        patience_s = _TIMEOUT_S + (body or {}).get("timeout_s", 0.0) * 2
+        status, answer = self._ask("GET" if body is None else "POST", path, text, patience_s)
+        if status == 200:
+            return answer
+        message = str(answer.get("error", {}).get("message", answer))
+        if status >= 500 or status == 429:
+            raise RouterSilentError(f"the router answers {status}: {message}")
+        raise RefusedError(message)
+
+    def _ask(
+        self, method: str, path: str, body: str | None, timeout_s: float = _TIMEOUT_S
+    ) -> tuple[int, dict[str, Any]]:
         parts = urlsplit(self._url)
         assert parts.hostname is not None
         headers = {
             "Authorization": f"Bearer {self._files.token_path.read_text()}",
             "Content-Type": "application/json",
         }
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

@@ -137,6 +137,11 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
             "use `cpus`, or set `experimental_cuda: true` to accept that"
         )
+    if settings.gpus is not None and config.cache is not None:
+        problems.append(
+            f"{pool}.gpus: the shared cache copies pages of CPU engines only so far; remove `cache`"
+            f" or give {pool}.cpus"
+        )
     if config.engine == "vllm" and settings.cpus is None and settings.gpus is None:
         problems.append(
             f"{pool}.cpus: required; left to themselves all engines bind the same core. Give "

@@ -97,8 +97,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
     tenant: str = ""
     can_continue: bool = False
     """Whether another node may go on in the middle of the answer: the result is exact."""
-    marks: bytes = b""
-    """Of the prompt; concatenated digests (``kv_transfer/prefix_marks.py``)."""
+    marks: tuple[bytes, ...] = ()
+    """Of the prompt (``kv_transfer/prefix_marks.py``)."""
     prompt_bytes: int = 0
     """What the places of the marks relate to."""
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from splitserve.kv_transfer.prefix_marks import split_digests, tokens_at
+from splitserve.kv_transfer.prefix_marks import tokens_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from splitserve.orchestrator.core.events import RequestArrived
     from splitserve.orchestrator.core.membership import Node
-    from splitserve.orchestrator.core.prefix_index import Held, PrefixIndex
+    from splitserve.orchestrator.core.prefix_index import Held
 
 
 class Hit(NamedTuple):
@@ -39,12 +39,9 @@ def cache_source(host: str) -> str:
 
 
 def expected_hits(
-    index: PrefixIndex, arrived: RequestArrived, nodes: Iterable[Node]
+    found: Mapping[str, Held], arrived: RequestArrived, nodes: Iterable[Node]
 ) -> Mapping[str, Hit]:
-    """What those nodes need not compute of the request's prompt."""
-    if not arrived.marks or not len(index):
-        return NO_HITS
-    found = index.longest(split_digests(arrived.marks))
+    """What those nodes need not compute of the request's prompt, of which ``found`` is held."""
     if not found:
         return NO_HITS
     hits: Hits = {}

@@ -21,7 +21,7 @@ from splitserve.orchestrator.core.effects import (
     StartAlone,
     StartPair,
 )
-from splitserve.orchestrator.core.expected_hits import NO_HIT, NO_HITS, expected_hits
+from splitserve.orchestrator.core.expected_hits import NO_HIT, expected_hits
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
@@ -32,7 +32,7 @@ from splitserve.orchestrator.core.placement import (
     choose_prefill,
     decision,
 )
-from splitserve.orchestrator.core.prefix_index import PrefixIndex
+from splitserve.orchestrator.core.prefix_index import NOTHING_HELD, PrefixIndex
 from splitserve.orchestrator.core.suspecting import Suspecting
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.expected_hits import Hit
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
+    from splitserve.orchestrator.core.prefix_index import Held
     from splitserve.orchestrator.core.requests import Request
 
 
@@ -143,7 +144,8 @@ class Placing(Suspecting, ABC):
     def _choose(self, request: Request, now: float) -> Choice | Missing:
         arrived, limits = request.arrived, self.limits.placement
         decode_nodes = self.membership.usable(DECODE)
-        hits = self.hits_of(request, decode_nodes)
+        held = self.held_of(request)
+        hits = expected_hits(held, arrived, decode_nodes)
         tokens = self._tokens_of(request)
         found = choose_decode(decode_nodes, tokens, request.tried, now, hits)
         if isinstance(found, str):
@@ -159,7 +161,7 @@ class Placing(Suspecting, ABC):
         if decided != "split":
             request.timeline.decision = decided
             return Choice(decode, blocks, decode_hit=hit)
-        hits = self.hits_of(request, prefill_nodes)
+        hits = expected_hits(held, arrived, prefill_nodes)
         place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now, hits)
         if place == "prefill_node":
             return self._choose_without_prefill(request, now)
@@ -169,11 +171,14 @@ class Placing(Suspecting, ABC):
         prefill_hit = hits.get(place[0].description.incarnation, NO_HIT)
         return Choice(decode, blocks, *place, hit, prefill_hit)
 
+    def held_of(self, request: Request) -> Mapping[str, Held]:
+        """Who has how much of the request's prompt."""
+        marks = request.arrived.marks
+        return self.prefixes.longest(marks) if marks else NOTHING_HELD
+
     def hits_of(self, request: Request, nodes: list[Node]) -> Mapping[str, Hit]:
         """What each of those nodes is expected to have of the request's prompt."""
-        if not self.limits.placement.prefix_routing:
-            return NO_HITS
-        return expected_hits(self.prefixes, request.arrived, nodes)
+        return expected_hits(self.held_of(request), request.arrived, nodes)
 
     def _choose_without_prefill(self, request: Request, now: float) -> Choice | Missing:
         """A decode node that has room to compute the prompt beside those it computes already."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from splitserve.decode_node.reservations import Reservations
-from splitserve.kv_transfer.cache.keys import NO_TENANT, TAG_BYTES
+from splitserve.kv_transfer.cache.keys import tag_of
 from splitserve.kv_transfer.cache.messages import Mark
 from splitserve.kv_transfer.cache.orders import CacheOrders
 from splitserve.kv_transfer.engine_endpoint import EngineEndpoint, EngineStatus
@@ -97,6 +97,8 @@ class Legs:
         self._prefills = Prefills(description.block_tokens)
         self._reservations = Reservations(description.block_tokens)
         self._ignored_params = 0
+        self._untold: set[str] = set()
+        """Prefill legs that were aborted while they waited for the cache."""
         self._marks: dict[str, tuple[tuple[bytes, int], ...]] = {}
         """By request, oldest first."""
         self._finished: deque[tuple[tuple[tuple[bytes, int], ...], Sequence[bytes]]] = deque(
@@ -136,7 +138,9 @@ class Legs:
             self._note_marks(request_id, params, len(prompt))
         if self._cache is not None and identity.is_known:
             marks = (Mark(digest, tokens) for digest, tokens in self.marks_of(request_id))
-            self._cache.arrived(request_id, prompt, identity, _tenant(params), marks)
+            self._cache.arrived(
+                request_id, prompt, identity, tag_of(params.tenant if params else ""), marks
+            )
         if params is None or params.role == "alone":
             return
         extras = prompt_extras(identity)
@@ -219,10 +223,18 @@ class Legs:
         if self._cache is not None:
             self._cache.step_reported(news_of_ranks)
 
-    def settled(self, finished_sending: Iterable[str], finished_receiving: Iterable[str]) -> None:
-        """The transfer threads of all workers are done with these requests."""
+    def settled(
+        self, finished_sending: Iterable[str], finished_receiving: Iterable[str]
+    ) -> frozenset[str]:
+        """The transfer threads of all workers are done with these requests. Those that the engine
+        must not be told of as sent: it waits for the end of their loads instead.
+        """
         self._reservations.settled(finished_receiving)
-        self._prefills.released(frozenset(finished_sending))
+        sent = frozenset(finished_sending)
+        self._prefills.released(sent)
+        untold = sent & self._untold
+        self._untold -= untold
+        return untold
 
     def finished(
         self,
@@ -246,7 +258,13 @@ class Legs:
         if marks and block_hashes is not None and self._held is not None:
             self._finished.append((marks, block_hashes()))
         self._reservations.finished(request_id)
-        return self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
+        is_kept = self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
+        if is_kept and self._cache is not None and self._cache.is_loading(request_id):
+            # It is parked, and the report of its load frees its blocks. None of them is read for a
+            # peer, for nothing of it is scheduled. An engine that hears of both ends fails.
+            self._untold.add(request_id)
+            return False
+        return is_kept
 
     @property
     def has_orders(self) -> bool:
@@ -314,12 +332,3 @@ def prompt_extras(identity: PromptIdentity) -> str:
     """What a prompt's KV depends on besides its tokens, as canonical text."""
     media = ",".join(item.identifier for item in identity.media)
     return f"adapter={identity.adapter};salt={identity.salt};media={media}"
-
-
-def _tenant(params: TransferParams | None) -> bytes:
-    """The tag that the keys of a request's chunks begin with."""
-    try:
-        tag = bytes.fromhex(params.tenant) if params is not None else b""
-    except ValueError:
-        tag = b""
-    return tag if len(tag) == TAG_BYTES else NO_TENANT

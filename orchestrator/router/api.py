@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 
+from splitserve.kv_transfer.prefix_marks import SPACING_BYTES
 from splitserve.orchestrator.agent.auth import is_agent_token, is_operator_token
 from splitserve.orchestrator.core.events import RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
+from splitserve.orchestrator.router.cache_api import CACHE_PATH
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.core.effects import AnswerDrain
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
@@ -71,6 +74,7 @@ class Api:
         log: RequestLog,
         served_name: str,
         continuable: frozenset[str],
+        cache: CacheApi | None,
     ) -> None:
         self._driver = driver
         self._agents = agents
@@ -78,6 +82,7 @@ class Api:
         self._metrics = metrics
         self._log = log
         self._served_name = served_name
+        self._cache = cache
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -110,6 +115,8 @@ class Api:
                 self._show_timeline(request, connection)
             elif request.method == "POST" and _drained_node(request.path):
                 self._drain(request, connection)
+            elif _is_about_cache(request.path):
+                self._manage_cache(request, connection)
             else:
                 raise self._no_such_route(request)
         except ApiError as error:
@@ -120,7 +127,7 @@ class Api:
     def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
-        is_for_operators = path.startswith(NODES_PATH)
+        is_for_operators = path.startswith(NODES_PATH) or _is_about_cache(path)
         if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
         authorization = None
@@ -160,7 +167,7 @@ class Api:
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
-        marks = self._marks_of(body, salt) if self._driver.core.wants_marks else NO_MARKS
+        marks = self._marks_of(body, salt)
         exchange = Exchange(
             self._driver,
             own_id,
@@ -188,6 +195,9 @@ class Api:
         self._driver.admit(exchange, arrived)
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
+        """Those of the prompt, if somebody could use them."""
+        if len(body.raw) < SPACING_BYTES or not self._driver.core.wants_marks:
+            return NO_MARKS
         if salt is None:
             sent = body.fields.get("cache_salt")
             salt = sent if type(sent) is str else ""
@@ -256,6 +266,12 @@ class Api:
             answer=answer,
         )
 
+    def _manage_cache(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._authenticate_operator(request.header(b"authorization"))
+        if self._cache is None:
+            raise ApiError(503, "this cluster has no cache; give its YAML a section `cache`")
+        self._cache.handle(request, connection)
+
     def _want_websocket(self, request: HttpRequest, connection: HttpConnection) -> None:
         raise ApiError(400, "agents connect by WebSocket")
 
@@ -272,6 +288,10 @@ class Api:
         if methods:
             return ApiError(405, f"{request.path} takes {' and '.join(methods)} only")
         return ApiError(404, f"there is no {request.method} {request.path} here")
+
+
+def _is_about_cache(path: str) -> bool:
+    return path == CACHE_PATH or path.startswith(f"{CACHE_PATH}/")
 
 
 def _drained_node(path: str) -> str:

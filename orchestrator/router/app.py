@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
@@ -21,6 +23,8 @@ from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
+from splitserve.orchestrator.router.cache_api import CacheApi
+from splitserve.orchestrator.router.cache_watch import CacheWatch
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
@@ -65,6 +69,8 @@ class Router:
     port: int
     _server: HttpServer
     _websockets: web.Server
+    _watch: CacheWatch | None = None
+    _cache: CacheApi | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -73,7 +79,11 @@ class Router:
 
     async def stop(self) -> None:
         """End every request with an error, close every connection; takes a few seconds at most."""
+        if self._watch is not None:
+            self._watch.stop()
         self.driver.tell(RouterStopping())
+        if self._cache is not None:
+            self._cache.close()
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
         await self._websockets.shutdown(FLUSH_TIMEOUT_S)
@@ -103,7 +113,8 @@ async def start(
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
-    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable)
+    cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
+    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable, cache)
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
@@ -114,7 +125,13 @@ async def start(
         address = f"{config.router.host}:{config.router.port}"
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
-    return Router(core, driver, agents, client, log, port, server, websockets)
+    watch = None
+    if config.cache is not None:
+        assert config.cache.socket_path is not None, "the paths are filled in by `up`"
+        path = Path(config.cache.socket_path)
+        watch = CacheWatch(path, socket.gethostname(), driver.tell)
+        watch.start()
+    return Router(core, driver, agents, client, log, port, server, websockets, watch, cache)
 
 
 def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
@@ -156,10 +173,15 @@ def limits_of(config: ClusterConfig) -> CoreLimits:
     )
 
 
-async def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) -> None:
+async def run(
+    config: ClusterConfig,
+    secret: bytes,
+    tenant_by_key: Mapping[str, str],
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
     wants_log = config.observability.log_level in ("debug", "info")
-    router = await start(config, secret, tenant_by_key, sys.stdout.buffer if wants_log else None)
+    log_stream = sys.stdout.buffer if wants_log else None
+    router = await start(config, secret, tenant_by_key, log_stream)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -145,7 +145,7 @@ class Exchange:
             peer_addresses=order.prefill.control_addresses,
             resumed_tokens=self._resumed_tokens,
             tenant=self._tenant_tag,
-            marks=self._marks.digests,
+            marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
         )
         self._send_decode(order, self._params(for_decode))
@@ -160,7 +160,7 @@ class Exchange:
             attempt=order.attempt,
             peer_incarnation=order.decode.incarnation,
             tenant=self._tenant_tag,
-            marks=marks.digests,
+            marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
@@ -172,7 +172,7 @@ class Exchange:
         if not self._begin(order.attempt):
             return
         params = None
-        if self._resumed_tokens or self._tenant_tag or self._marks.digests:
+        if self._resumed_tokens or self._tenant_tag or self._marks.joined:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -180,7 +180,7 @@ class Exchange:
                 peer_incarnation="",
                 resumed_tokens=self._resumed_tokens,
                 tenant=self._tenant_tag,
-                marks=self._marks.digests,
+                marks=self._marks.joined,
                 prompt_bytes=self._marks.prompt_bytes,
             )
             params = self._params(alone)

@@ -128,9 +128,10 @@ supervision:
 class ChaosCluster:
     """`splitserve up` of such a cluster, with a relay before every node."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(self, shape: Shape, folder: Path, cache: str = "") -> None:
+        """``cache`` is the YAML's section of that name."""
         self.shape = shape
-        ports = _Ports()
+        ports = Ports()
         pools = {
             pool: [ports.run_of(size * count) for size in (2, 1, 1)]
             for pool, count in (("prefill", shape.prefill), ("decode", shape.decode))
@@ -139,7 +140,7 @@ class ChaosCluster:
         self.url = f"http://127.0.0.1:{router}"
         self.links = _links(shape, pools)
         config = folder / "cluster.yaml"
-        config.write_text(_yaml(shape, pools, router))
+        config.write_text(_yaml(shape, pools, router) + cache)
         self.relay = RelayProcess(self.links, os.environ)
         self.up = UpProcess(config, folder)
 
@@ -283,7 +284,7 @@ def _yaml(shape: Shape, pools: Mapping[str, list[int]], router: int) -> str:
     )
 
 
-class _Ports:
+class Ports:
     """Runs of ports that are free on both addresses."""
 
     def __init__(self) -> None:

@@ -81,7 +81,14 @@ class Load:
     """Keeps ``in_flight`` requests open until it is told to stop."""
 
     def __init__(
-        self, url: str, prompts: list[Prompt], rng: Random, in_flight: int, deadline_s: float
+        self,
+        url: str,
+        prompts: list[Prompt],
+        rng: Random,
+        in_flight: int,
+        deadline_s: float,
+        *,
+        salted_share: float = 0.5,
     ) -> None:
         self.stories: list[Story] = []
         self._url = url
@@ -89,6 +96,7 @@ class Load:
         self._rng = rng
         self._in_flight = in_flight
         self._deadline_s = deadline_s + MARGIN_S
+        self._salted_share = salted_share
         self._numbers = itertools.count(1)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -119,7 +127,7 @@ class Load:
         body = {**prompt.body, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         if streamed:
             body["stream"] = True
-        if rng.random() < 0.5:
+        if rng.random() < self._salted_share:
             body["cache_salt"] = f"{rng.randrange(2**32):x}"  # Nothing of it is cached anywhere
         story = Story(
             f"chaos-{next(self._numbers)}",
@@ -236,6 +244,26 @@ def _asked(number: int, text: bytes) -> tuple[str, dict[str, Any], list[int]]:
     messages = [{"role": "user", "content": text.decode()}]
     rendered = b"<user>" + text + b"\n<assistant>"
     return "chat/completions", {"messages": messages}, list(rendered)
+
+
+def chat_prompts(rng: Random, count: int) -> list[Prompt]:
+    """Turns of conversations as token ids: each turn begins with all of the turn before, its answer
+    included, and many conversations have one beginning in common.
+    """
+    model = MockModel(KvShape())
+    stems = [[rng.randrange(97, 123) for _ in range(6 * BLOCK_TOKENS)] for _ in range(4)]
+    found: list[Prompt] = []
+    while len(found) < count:
+        ids = list(rng.choice(stems))
+        for _ in range(rng.randrange(1, 5)):
+            ids += [rng.randrange(97, 123) for _ in range(rng.randrange(20, 5 * BLOCK_TOKENS))]
+            answer = reference_answer(model, ids, LONGEST_TOKENS)
+            lengths = {1, 31, LONGEST_TOKENS, rng.randrange(3, LONGEST_TOKENS)}
+            answers = {tokens: decode(answer[:tokens]) for tokens in lengths}
+            body = {"model": "m", "prompt": list(ids)}
+            found.append(Prompt("completions", body, len(ids), answers))
+            ids += answer
+    return found[:count]
 
 
 async def asked_prompts(url: str, rng: Random, count: int, longest: int) -> list[Prompt]:

@@ -25,22 +25,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import uvloop
 
+from chaos.cache_faults import CACHE_KINDS, ENGINE_KINDS, CacheChaos, CacheTally
+from chaos.cache_stores import CacheStores
 from chaos.cluster import VLLM_BOUNDS, Bounds, ChaosCluster, Shape, log_faults, told
 from chaos.faults import KINDS, Chaos, Fault, Watch
-from chaos.load import MARGIN_S, Load, Story, asked_prompts, mock_prompts
+from chaos.load import MARGIN_S, Load, Story, asked_prompts, chat_prompts, mock_prompts
 from chaos.verdict import Judged, Outcome, Touch, Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos.json"
-ENGINE_KINDS = (
-    "kill engine",
-    "stop engine shortly",
-    "stop engine for long",
-    "stop then kill engine",
-)
-"""For vLLM, whose engines take tens of seconds to start."""
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 IDLE_POLL_S = 0.25
 STORIES_SHOWN = 12
 REASONS_SHOWN = 8
@@ -59,6 +54,8 @@ class Plan:
     prompts: int = 200
     start_limit_s: float = 60.0
     ends_an_agent: bool = True
+    with_cache: bool = False
+    """A shared cache with a small arena, a small disk and a Redis, and faults of them."""
     each_kind: bool = False
     """On a slow machine it lasts longer, until every kind of fault has been made."""
 
@@ -74,6 +71,8 @@ class Result:
     idle_after_s: list[float]
     seconds: float
     logs: str = ""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What the shared cache has done, where there was one."""
 
     def summary(self) -> dict[str, Any]:
         """For the file and the terminal."""
@@ -91,6 +90,7 @@ class Result:
             "faults": _fault_table(self.faults),
             "idle_after_s": [round(seconds, 2) for seconds in self.idle_after_s],
             "longest_request_s": round(max(s.ended - s.started for s in self.stories), 2),
+            **({"cache": self.cache} if self.cache else {}),
             "violations": [text.splitlines()[0][:300] for text in self.verdict.violations[:50]],
             "violations_count": len(self.verdict.violations),
         }
@@ -98,35 +98,69 @@ class Result:
 
 async def torment(plan: Plan, folder: Path) -> Result:
     """Start the cluster, torment it, stop it."""
-    began = time.monotonic()
-    cluster = ChaosCluster(plan.shape, folder)
+    stores = await asyncio.to_thread(CacheStores, folder) if plan.with_cache else None
     try:
-        await asyncio.to_thread(cluster.up.wait_until_serving, plan.start_limit_s)
-        rng = Random(plan.seed)
-        if plan.shape.engine == "mock":
-            prompts = await asyncio.to_thread(mock_prompts, rng, plan.prompts)
-        else:
-            prompts = await asked_prompts(cluster.url, rng, plan.prompts, 384)
-        deadline_s = plan.shape.bounds.request_deadline_s
-        load = Load(cluster.url, prompts, rng, plan.in_flight, deadline_s)
-        watch = Watch(cluster)
-        watching = asyncio.create_task(watch.run())
-        chaos = Chaos(cluster, watch, Random(plan.seed + 1))
-        idle_after: list[float] = []
-        problems = await _rounds(plan, cluster, load, chaos, idle_after)
-        watching.cancel()
-        problems += await asyncio.to_thread(cluster.stop)
-        problems += log_faults(cluster.up)
-        verdict = judge(load.stories, chaos.faults, plan.shape.nodes, problems)
-        logs = cluster.up.story() if verdict.violations else ""
-        seconds = time.monotonic() - began
-        return Result(plan, load.stories, chaos.faults, verdict, idle_after, seconds, logs)
+        cluster = ChaosCluster(plan.shape, folder, "" if stores is None else stores.yaml)
+        try:
+            return await _tormented(plan, cluster, stores)
+        finally:
+            await asyncio.to_thread(cluster.close)
     finally:
-        await asyncio.to_thread(cluster.close)
+        if stores is not None:
+            await asyncio.to_thread(stores.close)
+
+
+async def _tormented(plan: Plan, cluster: ChaosCluster, stores: CacheStores | None) -> Result:
+    began = time.monotonic()
+    await asyncio.to_thread(cluster.up.wait_until_serving, plan.start_limit_s)
+    watch = Watch(cluster)
+    load = await _load(plan, cluster.url, Random(plan.seed))
+    watching = [asyncio.create_task(watch.run())]
+    draws = Random(plan.seed + 1)
+    tally = None
+    if stores is None:
+        chaos = Chaos(cluster, watch, draws)
+    else:
+        chaos = CacheChaos(cluster, watch, draws, stores)
+        tally = CacheTally(stores, watch)
+        watching.append(asyncio.create_task(tally.run()))
+    idle_after: list[float] = []
+    problems = await _rounds(plan, cluster, load, chaos, idle_after, tally)
+    for task in watching:
+        task.cancel()
+    await asyncio.wait(watching)
+    cache = {}
+    if tally is not None:
+        cache = tally.summary()
+        problems += tally.problems(len(load.stories))
+    problems += await asyncio.to_thread(cluster.stop)
+    problems += log_faults(cluster.up)
+    verdict = judge(load.stories, chaos.faults, plan.shape.nodes, problems)
+    logs = cluster.up.story() if verdict.violations else ""
+    seconds = time.monotonic() - began
+    return Result(plan, load.stories, chaos.faults, verdict, idle_after, seconds, logs, cache)
+
+
+async def _load(plan: Plan, url: str, rng: Random) -> Load:
+    share = 0.5
+    if plan.with_cache:
+        prompts = await asyncio.to_thread(chat_prompts, rng, plan.prompts)
+        share = 0.1
+    elif plan.shape.engine == "mock":
+        prompts = await asyncio.to_thread(mock_prompts, rng, plan.prompts)
+    else:
+        prompts = await asked_prompts(url, rng, plan.prompts, 384)
+    deadline_s = plan.shape.bounds.request_deadline_s
+    return Load(url, prompts, rng, plan.in_flight, deadline_s, salted_share=share)
 
 
 async def _rounds(
-    plan: Plan, cluster: ChaosCluster, load: Load, chaos: Chaos, idle_after: list[float]
+    plan: Plan,
+    cluster: ChaosCluster,
+    load: Load,
+    chaos: Chaos,
+    idle_after: list[float],
+    tally: CacheTally | None,
 ) -> list[str]:
     """What was not idle after a round; the run ends with that."""
     end = time.monotonic() + plan.seconds
@@ -142,6 +176,8 @@ async def _rounds(
         stop.set()
         await asking
         seconds, problems = await until_idle(cluster)
+        if tally is not None:
+            problems += await tally.until_idle()
         idle_after.append(seconds)
         shown = f"{len(load.stories)} requests, {len(chaos.faults)} faults, idle {seconds:.1f} s"
         print(f"  {time.monotonic() - end + plan.seconds:6.0f} s: {shown} after", flush=True)
@@ -279,7 +315,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos.run", description=__doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=30.0)
-    add("--in-flight", type=int, default=None, help="requests (default: 50, with vLLM 6)")
+    add(
+        "--in-flight",
+        type=int,
+        default=None,
+        help="requests (default: 50, with vLLM 6, with --cache 24)",
+    )
     add("--seed", type=int, default=None, help="repeats the draws of an earlier run")
     add("--round-s", type=float, default=60.0, help="seconds of faults before everything must rest")
     add("--prefill", type=int, default=2)
@@ -287,19 +328,24 @@ def main(arguments: list[str]) -> int:
     add("--engine", choices=("mock", "vllm"), default="mock")
     add("--model", default="mock", help="folder of the model, for vLLM")
     add("--transport", default="tcp")
-    add("--kinds", default="", help=f"comma separated; known: {', '.join(KINDS)}")
-    add("--output", type=Path, default=RESULT)
+    add("--cache", action="store_true", help="with a shared cache, and faults of it")
+    known = ", ".join(dict.fromkeys((*KINDS, *CACHE_KINDS)))
+    add("--kinds", default="", help=f"comma separated; known: {known}")
+    add("--output", type=Path, default=None, help="default: a file of benchmarks/results")
     add("--stories", type=Path, default=None, help="where every request's story goes")
     add("--logs", type=Path, default=None, help="where the story of a failed run goes")
     options = parser.parse_args(arguments)
     if options.engine == "vllm" and options.model == "mock":
         parser.error("--engine vllm needs --model FOLDER")
+    if options.engine == "vllm" and options.cache:
+        parser.error("--cache goes with the mock engine")
     plan = plan_of(options)
     print(f"chaos with seed {plan.seed} for {plan.seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         result = uvloop.run(torment(plan, Path(folder)))
     summary = {"command": _command(plan), **result.summary()}
-    options.output.write_text(json.dumps(summary, indent=2) + "\n")
+    output = options.output or RESULTS / ("chaos-cache.json" if plan.with_cache else "chaos.json")
+    output.write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     if options.stories is not None:
         began = min(story.started for story in result.stories)
@@ -322,7 +368,8 @@ def _command(plan: Plan) -> str:
     words += ["--seed", str(plan.seed), "--round-s", f"{plan.round_s:g}"]
     words += ["--prefill", str(shape.prefill), "--decode", str(shape.decode)]
     words += ["--engine", shape.engine, "--transport", shape.transport]
-    if plan.kinds not in (KINDS, ENGINE_KINDS):
+    words += ["--cache"] if plan.with_cache else []
+    if plan.kinds not in (KINDS, ENGINE_KINDS, CACHE_KINDS):
         words += ["--kinds", ",".join(plan.kinds)]
     return f"make chaos ARGS={shlex.quote(shlex.join(words))}"
 
@@ -334,7 +381,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(
         seed=SystemRandom().randrange(10**6) if options.seed is None else options.seed,
         seconds=options.minutes * 60,
-        in_flight=options.in_flight or (50 if is_mock else 6),
+        in_flight=options.in_flight or (24 if options.cache else 50 if is_mock else 6),
         round_s=options.round_s if is_mock else max(options.round_s, 180.0),
         shape=Shape(
             options.prefill,
@@ -344,10 +391,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
             options.transport,
             Bounds() if is_mock else VLLM_BOUNDS,
         ),
-        kinds=kinds or (KINDS if is_mock else ENGINE_KINDS),
+        kinds=kinds or (CACHE_KINDS if options.cache else KINDS if is_mock else ENGINE_KINDS),
         prompts=200 if is_mock else 24,
         start_limit_s=60.0 if is_mock else 600.0,
         ends_an_agent=is_mock and not kinds,
+        with_cache=options.cache,
     )
 
 

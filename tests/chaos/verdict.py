@@ -5,6 +5,9 @@ life, and hits the router, a node that the request was on, or, when it was tried
 the router has forgotten it, any node (the router remembers only the last attempt's). A request that
 never had a place is touched when at some moment of its life no node of one pool was whole.
 
+Faults of anything but the router and the nodes, the cache and its stores above all, touch no
+request: they excuse nothing.
+
 It is touched *late* when such a fault began after its first token, whatever happened before, and
 *early* when all of them had begun before it. A *spare* is another node of the touched node's pool
 without any fault in the request's life; the router has none.
@@ -161,8 +164,9 @@ def judge(
 ) -> Verdict:
     """The whole run. ``found_afterwards``: what was not idle, did not end, or was in a log."""
     judged = []
+    excusing = [fault for fault in faults if fault.node in (ROUTER, *nodes)]
     for story in stories:
-        touch, by = touch_of(story, faults, nodes)
+        touch, by = touch_of(story, excusing, nodes)
         outcome, why = outcome_of(story)
         judged.append(Judged(story, outcome, touch, by, why))
     violations = [text for one in judged if (text := _violation(one))]

@@ -100,7 +100,8 @@ async def test_a_restarted_router_knows_what_is_cached(cluster: Cluster) -> None
         "another router",
         cluster.up.story,
     )
-    await until(cluster, lambda found: found == before)
+    # More than before when the last report was still on its way
+    await until(cluster, lambda found: all(found.get(n, 0) >= before[n] for n in before))
     await talk.say()
     assert len(set(talk.nodes)) == 1
     assert talk.turns[-1]["expected_cached_tokens"] > 0
@@ -179,9 +180,9 @@ async def get(cluster: Cluster, path: str) -> dict[str, Any]:
 
 
 async def cached_prefixes(cluster: Cluster) -> dict[str, int]:
-    """How many marks the router knows of each prefill node."""
+    """How many marks the router knows of each node that gets work."""
     nodes = (await get(cluster, "/internal/status"))["nodes"]
-    return {name: nodes[name]["cached_prefixes"] for name in PREFILL if name in nodes}
+    return {name: node["cached_prefixes"] for name, node in nodes.items() if node["is_usable"]}
 
 
 async def computed(cluster: Cluster) -> int:
@@ -191,7 +192,7 @@ async def computed(cluster: Cluster) -> int:
 
 
 async def until(cluster: Cluster, condition: Callable[[dict[str, int]], bool]) -> None:
-    """The router's knowledge of the prefill nodes is so."""
+    """The router's knowledge of its nodes is so."""
     end = time.monotonic() + LIMIT_S
     while True:
         try:

@@ -121,6 +121,7 @@ async def stub_cluster(
     *nodes: str,
     keys: dict[str, str] | None = None,
     policy: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
     **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
     """A running cluster; everything is stopped afterwards."""
@@ -132,6 +133,7 @@ async def stub_cluster(
             "model": {"path": "x", "served_name": "m"},
             "router": router_settings,
             "policy": policy or {},
+            "cache": cache,
         }
     )
     log = io.BytesIO()

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
+from simulation import prefixes
 from simulation.engine import Engine
 from simulation.memory import BLOCK_TOKENS
 from simulation.network import Network
 from simulation.plan import ROUTER
+from simulation.prefixes import marks_of
 from simulation.router import Client, Router, limits_of
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import events as ev
@@ -51,6 +53,10 @@ class Node:
     """The incarnation that may end."""
     is_overdue: bool = False
     """It ends whatever it owes."""
+    is_welcome: bool = False
+    """The router of the present connection has said so."""
+    begins_anew: bool = True
+    """All prefixes are to be told again."""
 
 
 class Cluster:
@@ -64,6 +70,7 @@ class Cluster:
         self.is_one_host = plan.is_one_host
         self.step_s = plan.step_s
         self.fence_timeout_s = plan.fence_timeout_s
+        self.has_prefixes = plan.has_prefixes
         self.nodes: dict[str, Node] = {}
         self.open_faults = 0
         """Faults that have begun and not ended."""
@@ -88,6 +95,8 @@ class Cluster:
         client = Client(f"r{ask.number}", prompt, ask.max_tokens, ask.streaming)
         client.is_misfit, client.can_continue = ask.is_misfit, ask.can_continue
         client.tenant = ask.tenant
+        if self.has_prefixes:
+            client.marks = marks_of(ask.number)
         self.router.ask(client)
 
     # -- the router ----------------------------------------------------------------------------
@@ -132,6 +141,13 @@ class Cluster:
         if node.router_life and not self.network.send(ROUTER, name, call, node, *args):
             self._lose_link(node, CUT_LINK_S)
 
+    def welcome(self, name: str) -> None:
+        """The agent tells all prefixes from now on."""
+        self._send_agent(name, self._welcome)
+
+    def _welcome(self, node: Node) -> None:
+        node.is_welcome = node.begins_anew = True
+
     def _relay(self, node: Node, order: Order) -> None:
         if node.engine is not None:
             node.engine.process.at(0.0, node.engine.order, order)
@@ -161,7 +177,8 @@ class Cluster:
         if not node.router_life:  # Else a newer connection speaks for the node.
             self.router.hear(life, gone)
 
-    def _tell(self, node: Node, event: ev.Event) -> bool:
+    def tell(self, node: Node, event: ev.Event) -> bool:
+        """The agent tells the router something; False when it cannot."""
         return self.network.send(node.name, ROUTER, self.router.hear, node.router_life, event)
 
     def _join(self, node: Node) -> None:
@@ -170,11 +187,12 @@ class Cluster:
             if not self.router.is_up or self.network.is_cut(node.name, ROUTER):
                 return
             node.router_life, node.told_deaths = self.router.life, 0
+            node.is_welcome = False
             is_new = True
         else:
             is_new = False
         for died in node.deaths[node.told_deaths :]:
-            self._tell(node, died)
+            self.tell(node, died)
         node.told_deaths = len(node.deaths)
         if is_new and node.engine is not None:
             self._hello(node, node.engine)
@@ -194,8 +212,9 @@ class Cluster:
             tensor_parallel=1,
             transport="modelled",
             fingerprint={},
+            reports_prefixes=self.has_prefixes,
         )
-        self._tell(node, ev.NodeJoined(description, node.role))
+        self.tell(node, ev.NodeJoined(description, node.role))
 
     def _report(self, node: Node) -> None:
         """The agent's state, twice a second; it also reconnects."""
@@ -217,7 +236,8 @@ class Cluster:
             state = NodeState(
                 node=node.name, incarnation=engine.incarnation, phase=phase, **asdict(status)
             )
-            self._tell(node, ev.NodeReported(state))
+            self.tell(node, ev.NodeReported(state))
+        prefixes.report(self, node)
         owed = status.running + status.waiting + status.open_transfers + status.leased_blocks
         if is_dismissed and (node.is_overdue or not owed):
             self.kill(node, owed_nothing=not owed)

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from simulation.memory import BLOCK_TOKENS, LAYERS, Memory, blocks_for, page_of
+from simulation.prefixes import PrefixCache
 from simulation.transfers import Transfers
 from simulation.world import Process
 from splitserve.kv_transfer.engine_endpoint import EngineDescription, Order, PeerIsDead
@@ -97,7 +98,9 @@ class Engine:
             tensor_parallel=1,
             transport="modelled",
         )
-        self.legs = Legs(SECRET, "tcp://127.0.0.1:1", description, self._load)
+        self.prefixes = PrefixCache()
+        is_cached = self.prefixes.has if cluster.has_prefixes else None
+        self.legs = Legs(SECRET, "tcp://127.0.0.1:1", description, self._load, is_cached)
         self.transfers = Transfers(self, cluster.new_number())
         self._is_stepping = False
         self._is_idle = False
@@ -298,7 +301,12 @@ class Engine:
             return
         request.answer(None)
         request.state = State.FINISHED
-        kept = self.legs.finished(request.id, aborted=False, blocks=len(request.blocks))
+        kept = self.legs.finished(
+            request.id,
+            aborted=False,
+            blocks=len(request.blocks),
+            block_hashes=lambda: self.prefixes.take(request.prompt),
+        )
         if not kept:
             self._forget(request)
 

@@ -78,6 +78,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     fence_timeout_s: float = 12.0
     deadline_s: float = 12.0
     """Of a request; it waits and looks for its first token a part of that."""
+    has_prefixes: bool = False
+    """Engines say what their prefix caches have, and most prompts have marks."""
 
     @property
     def nodes(self) -> list[str]:
@@ -110,6 +112,7 @@ def random_plan(seed: int) -> Plan:
         step_s=random.choice([0.002, 0.002, 0.05]),
         queue_limit_requests=random.choice([2, 8, 256]),
         fence_timeout_s=12.0 if write_s == SLOW_WRITE_S else random.choice([1.0, 12.0]),
+        has_prefixes=bool(seed % 2),
     )
     count = random.randint(*FAULTS)
     faults = tuple(random_fault(random, empty, _moment(random, worst)) for _ in range(count))
@@ -139,6 +142,7 @@ def drain_plan(seed: int) -> Plan:
         step_s=random.choice([0.002, 0.002, 0.05]),
         queue_limit_requests=256,
         deadline_s=60.0,
+        has_prefixes=bool(seed % 2),
     )
     faults = tuple(
         random.choice(_HARMLESS)(random, empty, READY_S + random.random() * LOAD_S)

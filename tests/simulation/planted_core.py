@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simulation.planting import is_false, method, never, no_effects_of
+from splitserve.kv_transfer.held_prefixes import HeldPrefixes
 from splitserve.orchestrator.core.actions import Actions
 from splitserve.orchestrator.core.admission import Admission
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
@@ -13,6 +14,7 @@ from splitserve.orchestrator.core.effects import AnnounceDeath, AnswerError, Can
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import Phase
 from splitserve.orchestrator.core.membership import Membership, Node
+from splitserve.orchestrator.core.prefix_index import PrefixIndex
 from splitserve.orchestrator.core.recovery import Recovery
 from splitserve.orchestrator.core.router_core import RouterCore
 
@@ -104,6 +106,11 @@ def late_prefill_death(real: Any, core: RouterCore, request: Any, now: float, re
     return []
 
 
+def _never_anew(real: Any, held: HeldPrefixes, *, from_start: bool) -> Any:
+    """An engine tells another router only what is new."""
+    return real(held, from_start=False)
+
+
 BUGS: dict[str, tuple[Plant, int]] = {
     "a cancelled leg is not closed": (
         method(Actions, "_cancel_legs", no_effects_of(CancelLeg)),
@@ -136,6 +143,8 @@ BUGS: dict[str, tuple[Plant, int]] = {
         method(Recovery, "_can_continue", _continued_always),
         50,
     ),
+    "marks of a lost node are kept": (method(PrefixIndex, "drop", never), 11),
+    "a new router is told half": (method(HeldPrefixes, "report", _never_anew), 15),
     "a client is told twice": (method(Actions, "_end_with_error", _told_twice), 0),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""

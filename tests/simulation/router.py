@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from simulation import prefixes
 from simulation.engine import WRONG, Engine, EngineRequest, token
+from simulation.params import alone_params, leg_params
 from simulation.plan import HEAVY, ROUTER
 from simulation.transfers import LEASE_S
 from splitserve.kv_transfer.engine_endpoint import GiveUpTransfer, PeerIsDead
 from splitserve.kv_transfer.orders import Retarget
-from splitserve.kv_transfer.transfer_params import TransferParams
+from splitserve.kv_transfer.prefix_marks import split_digests
 from splitserve.orchestrator.core import effects as ef
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.audit import find
@@ -22,6 +24,7 @@ from splitserve.orchestrator.core.router_core import RouterCore
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
     from simulation.plan import Plan
+    from splitserve.kv_transfer.transfer_params import TransferParams
     from splitserve.orchestrator.agent.messages import NodeDescription
 
 CUT_LEG_S = 3.0
@@ -66,6 +69,8 @@ class Client:
     """The prefill node's tokenizer makes other tokens of its prompt."""
     can_continue: bool = False
     tenant: str = ""
+    marks: tuple[bytes, int] = (b"", 0)
+    """(digests, bytes) of its prompt."""
     failed_on: set[str] = field(default_factory=set)
     """Incarnations of decode engines whose leg broke."""
 
@@ -206,7 +211,8 @@ class Router:
                 )
             case ef.StartAlone(request_id, attempt, decode):
                 if not self._has_everything(request_id, attempt):
-                    self._send_leg(request_id, attempt, "decode", decode, None)
+                    params = alone_params(self.clients[request_id], attempt)
+                    self._send_leg(request_id, attempt, "decode", decode, params)
             case ef.DoubtLeg(request_id, attempt, silence_limit_s):
                 leg = self.legs[request_id, attempt, "decode"]
                 if self.world.now - leg.heard_at >= silence_limit_s:
@@ -250,7 +256,10 @@ class Router:
                 self.world.note("drain: {}: {}", verdict, message)
             case ef.ReportBreaker(node, leg, state, reason):
                 self.world.note("{}: breaker of {} legs is {}: {}", node, leg, state, reason)
-            case ef.AcceptNode() | ef.RefuseNode() | ef.PassRefusal():
+            case ef.AcceptNode(node):
+                if self.cluster.has_prefixes:
+                    self.cluster.welcome(node)
+            case ef.RefuseNode() | ef.PassRefusal():
                 pass
             case _:
                 self.world.fail(f"nobody performs {effect}")
@@ -295,7 +304,8 @@ class Router:
         role: Literal["prefill", "decode"],
     ) -> None:
         node = order.prefill if role == "prefill" else order.decode
-        self._send_leg(order.request_id, order.attempt, role, node, _leg(order, role))
+        params = leg_params(order, role, self.clients[order.request_id])
+        self._send_leg(order.request_id, order.attempt, role, node, params)
 
     def _send_leg(
         self,
@@ -429,6 +439,8 @@ class Router:
                 alone_because="",
                 tenant=client.tenant,
                 can_continue=client.can_continue,
+                marks=tuple(split_digests(client.marks[0])),
+                prompt_bytes=client.marks[1],
             )
         )
 
@@ -461,6 +473,9 @@ class Router:
         found = list(find(nodes, core.requests, core.ended, LEASE_S, self.world.now))
         if found:
             self.world.fail(f"the audit finds {found}")
+        found_prefixes = prefixes.differences(self.cluster) if self.is_up else []
+        if found_prefixes:
+            self.world.fail(f"the prefix index is wrong: {found_prefixes}")
 
     def leftovers(self) -> list[str]:
         """What an idle router must not hold."""
@@ -475,17 +490,3 @@ class Router:
             found.append(f"audit of {difference.node}: {difference}")
         found += [f"{c.request_id} has no end" for c in self.clients.values() if not c.outcome]
         return found
-
-
-def _leg(
-    order: ef.StartPair | ef.StartPrefill | ef.StartDecode, role: Literal["prefill", "decode"]
-) -> TransferParams:
-    """The parameters of one leg, as ``Exchange`` seals them."""
-    is_decode = role == "decode"
-    return TransferParams(
-        transfer_id=order.transfer_id,
-        role=role,
-        attempt=order.attempt,
-        peer_incarnation=(order.prefill if is_decode else order.decode).incarnation,
-        peer_addresses=order.prefill.control_addresses if is_decode else (),
-    )

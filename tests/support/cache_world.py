@@ -330,8 +330,8 @@ class CacheWorld:
         match job:
             case AskTier():
                 present = next((i for i, k in enumerate(job.keys) if k not in store), len(job.keys))
-                took = None if fails else 0.001
-                self._carry_out(book.asked(job.ask_id, 0 if fails else present, took, now))
+                present = 0 if fails else present
+                self._carry_out(book.asked(job.ask_id, present, 0.001, now, has_failed=fails))
             case ReadChunk():
                 self.arena.let_go(job.offset, ("read", tier, job.key))
                 chunk = None
@@ -452,11 +452,13 @@ class CacheWorld:
             "holders": book.arena.is_busy,
             "look-ups": len(book._pending),
             "writes": sum(len(tier.writing) for tier in book.tiers),
-            "marks": len(self.marks ^ {m.digest for ms in book._marked.values() for m in ms}),
+            "marks": len(
+                self.marks ^ {m.digest for ms in book._marks._marked.values() for m in ms}
+            ),
         }
         if any(left.values()):
             raise Violation(f"left over: { {k: v for k, v in left.items() if v} }")
-        for key in book._marked:
+        for key in book._marks._marked:
             if book.arena.index.get(key) is None and not any(t.has(key) for t in book.tiers):
                 raise Violation("a mark stands for a chunk that is nowhere")
         for tier in book.tiers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from splitserve.kv_transfer.cache.keys import KEY_BYTES
 from splitserve.kv_transfer.cache.tiers.base import (
     HEADER_BYTES,
     ChunkBuffers,
@@ -66,6 +67,9 @@ class MemoryTier:
     def stored(self) -> Iterator[StoredChunk]:
         for key, content in list(self.chunks.items()):
             yield StoredChunk(key, len(content), content[:HEADER_BYTES])
+
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        yield from [k for k in list(self.chunks) if k.startswith(prefix) and len(k) == KEY_BYTES]
 
     def free_bytes(self) -> int:
         return self._room_bytes - sum(map(len, self.chunks.values()))

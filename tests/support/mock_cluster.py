@@ -116,9 +116,11 @@ async def running_cluster(folder: Path, text: str) -> AsyncIterator[Cluster]:
             url = status["url"].removesuffix("/v1")
             nodes = tuple(sorted(node["node"] for node in status["nodes"]))
             cluster = Cluster(up, client, url, nodes)
-            yield cluster
-            for engine in cluster.engines.values():
-                engine.close()
+            try:
+                yield cluster
+            finally:
+                for engine in cluster.engines.values():
+                    engine.close()
     finally:
         await asyncio.to_thread(up.close)
 

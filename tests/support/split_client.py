@@ -30,7 +30,7 @@ class Split:
         self.url = str(status["url"]).removesuffix("/v1")
         self.transfer_log = transfer_log
 
-    def _key_of(self, engine_url: str) -> dict[str, str]:
+    def key_of(self, engine_url: str) -> dict[str, str]:
         """The header that this engine asks for; the key is known to its process and its agent."""
         port = engine_url.rsplit(":", 1)[1]
         for process in self.up.processes():
@@ -77,7 +77,7 @@ class Split:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        headers = self._key_of(url) if url != self.url else {}
+        headers = self.key_of(url) if url != self.url else {}
         limit = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
         async with session.post(
             url + "/v1/completions", json=body, headers=headers, timeout=limit
@@ -91,7 +91,7 @@ class Split:
         for node in (await self.nodes()).values():
             url = node["engine_url"]
             async with session.post(
-                url + "/reset_prefix_cache", headers=self._key_of(url)
+                url + "/reset_prefix_cache", headers=self.key_of(url)
             ) as answer:
                 assert answer.status == 200, await answer.text()
 

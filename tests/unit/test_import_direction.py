@@ -37,9 +37,18 @@ PURE = (
     "kv_transfer/transfer_story.py",
     "kv_transfer/layout.py",
     "kv_transfer/holdings.py",
+    "kv_transfer/cache/*_book.py",
+    "kv_transfer/cache/advice.py",
+    "kv_transfer/cache/costs.py",
     "kv_transfer/cache/entry.py",
     "kv_transfer/cache/eviction.py",
+    "kv_transfer/cache/geometry.py",
     "kv_transfer/cache/index.py",
+    "kv_transfer/cache/keys.py",
+    "kv_transfer/cache/tier_health.py",
+    "kv_transfer/cache/truncation.py",
+    "kv_transfer/held_prefixes.py",
+    "kv_transfer/prefix_marks.py",
     "orchestrator/core/**/*.py",
 )
 IMPURE_MODULES = {"asyncio", "socket", "time", "random", "torch"}

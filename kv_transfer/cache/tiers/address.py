@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 

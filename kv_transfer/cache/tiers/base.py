@@ -130,6 +130,13 @@ class Tier(Protocol):
     def stored(self) -> Iterator[StoredChunk]:
         """What an exclusive tier has, oldest first; nothing for any other tier."""
 
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        """Keys that begin so, those of other writers too, in any order, some perhaps twice. What is
+        stored or removed meanwhile may be among them or not. They may be removed between two.
+
+        Raises ``TierError`` while it goes on.
+        """
+
     def free_bytes(self) -> int | None:
         """Room in the store for any user of it; None when it does not say."""
 

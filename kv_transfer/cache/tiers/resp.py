@@ -30,6 +30,8 @@ LINE_LIMIT_BYTES = 64 * 1024
 SCRATCH_BYTES = 64 * 1024
 VALUE_LIMIT_BYTES = 512 << 20
 """Of a value, and so of what is read to be thrown away: the server's own limit."""
+SCAN_LIMIT_NAMES = 1 << 20
+"""Of one answer; servers find about as many as they are asked for."""
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -49,7 +51,9 @@ class Connection:
     """A connected socket and what was read ahead from it."""
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        """Connected within ``timeout_s``. Raises ``OSError``."""
+        """Connected within ``timeout_s`` per address of the host, TLS included; how long the name
+        takes is up to the system's resolver. Raises ``OSError``.
+        """
         plain = socket.create_connection((host, port), timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -65,7 +69,8 @@ class Connection:
         self._raw.send([memoryview(part) for part in parts], deadline)
 
     def answer(self, deadline: float) -> bytes | int | None:
-        """The next answer, when it is short: a status, a number, a value, None for no value.
+        """The next answer, when it is short: a status, a number, a value, zero for an empty array,
+        None for no value or no array.
 
         Raises ``RespError``, ``ProtocolError``, ``OSError``.
         """
@@ -80,6 +85,8 @@ class Connection:
             self._fill(memoryview(value))
             self._end_of_value()
             return bytes(value)
+        if kind == b"*" and _integer(rest) <= 0:  # an empty array, or none
+            return None if rest == b"-1" else 0
         if kind == b"+":
             return rest
         if kind == b":":
@@ -106,6 +113,17 @@ class Connection:
         self._end_of_value()
         return length
 
+    def cursor_and_names(self, deadline: float) -> tuple[bytes, list[bytes]]:
+        """The next answer, that of a SCAN: where it goes on (``0``: it has ended), and what it has
+        found. Raises as ``answer``.
+        """
+        self._count(deadline, 2)
+        cursor = self.answer(deadline)
+        names = [self.answer(deadline) for _ in range(self._count(deadline, SCAN_LIMIT_NAMES))]
+        if not isinstance(cursor, bytes):
+            raise ProtocolError(f"a cursor {cursor!r}")
+        return cursor, [name for name in names if isinstance(name, bytes)]
+
     @property
     def is_idle(self) -> bool:
         """Open, and nothing has come that nobody asked for."""
@@ -130,6 +148,14 @@ class Connection:
         if kind == b"-":
             raise RespError(rest.decode("utf-8", "replace"))
         return kind, rest
+
+    def _count(self, deadline: float, limit: int) -> int:
+        """How many answers belong to the next one."""
+        kind, rest = self._line(deadline)
+        count = _integer(rest)
+        if kind != b"*" or not 0 <= count <= limit:
+            raise ProtocolError(f"an answer {kind + rest[:20]!r} instead of a list")
+        return count
 
     def _fill(self, part: memoryview) -> None:
         if self._reader.readinto(part) != len(part):

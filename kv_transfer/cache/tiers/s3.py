@@ -12,14 +12,18 @@ objects by rules of the bucket, not by ``ttl_s``.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 
 from splitserve.kv_transfer.cache.tiers.address import (
+    Count,
+    Seconds,
     expand,
     read_options,
     split_url,
@@ -62,6 +66,9 @@ _STORE_OPTIONS = {
 }
 """Option to the name that the library has for it."""
 KEYS_PER_REQUEST = 1000
+_NAME = re.compile(r"[0-9a-f]{64}")
+_ROLE_QUESTIONS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")
+"""Where the library asks for the machine's role when nothing else gives credentials."""
 _Part = tuple[ReadOutcome, str | None]
 """What became of one request, and which version of the object it saw."""
 _FAULTS = (BaseError, OSError, ValueError)
@@ -79,10 +86,10 @@ class ObjectOptions(msgspec.Struct, frozen=True):
     access_key: str = ""
     secret_key: str = ""
     session_token: str = ""
-    concurrency: int = 8
-    part_bytes: int = 8 << 20
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    timeout_s: float = OPERATION_TIMEOUT_S
+    concurrency: Count = 8
+    part_bytes: Annotated[int, msgspec.Meta(gt=HEADER_BYTES)] = 16 << 20
+    connect_timeout_s: Seconds = CONNECT_TIMEOUT_S
+    timeout_s: Seconds = OPERATION_TIMEOUT_S
 
 
 class ObjectTier:
@@ -93,11 +100,8 @@ class ObjectTier:
     def __init__(self, settings: TierSettings) -> None:
         self._options = options = read_options(settings, ObjectOptions)
         url = split_url(settings, ("s3", "gs", "az"))
-        if not url.netloc or min(options.concurrency, options.part_bytes - HEADER_BYTES) < 1:
-            raise TierConfigError(
-                f"the s3 tier needs a url {url.scheme}://bucket/folder, a concurrency of 1 or "
-                f"more and a part_bytes above {HEADER_BYTES}"
-            )
+        if not url.netloc:
+            raise TierConfigError(f"the s3 tier needs a url {url.scheme}://bucket/folder")
         self._shown = without_userinfo(settings.url)
         self._only_reads = settings.admission == "never"
         self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
@@ -153,6 +157,20 @@ class ObjectTier:
         """Nothing: other hosts come and go there."""
         return iter(())
 
+    def listed(self, prefix: bytes) -> Iterator[bytes]:
+        """The store is asked for the names behind the prefix, and what is behind its last one is
+        skipped here: the library's own prefixes are whole folders.
+        """
+        begin = prefix.hex()
+        try:
+            for page in obstore.list(self._store, offset=begin or None):
+                for meta in page:
+                    name = str(meta["path"])
+                    if name.startswith(begin) and _NAME.fullmatch(name):
+                        yield bytes.fromhex(name)
+        except _FAULTS as error:
+            raise self._explained(error) from error
+
     def free_bytes(self) -> None:
         """Stores do not end."""
 
@@ -194,7 +212,7 @@ class ObjectTier:
         in_header = max(0, HEADER_BYTES - start)
         if in_header:
             chunk.header[start:] = content[:in_header]
-        chunk.body[max(0, start - HEADER_BYTES) : end - HEADER_BYTES] = content[in_header:]
+        _copy(content[in_header:], chunk.body[max(0, start - HEADER_BYTES) : end - HEADER_BYTES])
         return ReadOutcome.HIT, got.meta["e_tag"]
 
     def _write(self, chunk: ChunkBuffers) -> WriteOutcome:
@@ -254,7 +272,17 @@ class ObjectTier:
             )
         if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
             return TierConfigError(f"{place}: there is no such bucket; make it or correct the url")
+        if any(question in said for question in _ROLE_QUESTIONS):
+            return TierConfigError(
+                f"{place} has no credentials, and the machine has no role: {said}; set access_key "
+                "and secret_key, or the variables that the store's own tools read"
+            )
         return TierUnavailableError(f"{place} cannot be reached: {said}")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Megabytes, without holding up other threads as an assignment of slices would."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _first_line(error: Exception) -> str:

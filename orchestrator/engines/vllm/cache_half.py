@@ -107,13 +107,18 @@ def prompt_identity(request: Request) -> PromptIdentity:
     )
 
 
+Seen = tuple[tuple[str, int, int, int], ...]
+"""(name, inode, size, time of the latest change) of each file of a folder."""
+
+
 @lru_cache(maxsize=256)
-def _adapter_content(path: str, _changed_ns: int) -> str:
+def _adapter_content(path: str, _seen: Seen) -> str:
     return weights_identity(Path(path), None)
 
 
 def _adapter(name: str, path: str) -> str:
-    """Name and content: another adapter under an old name is another one."""
-    files = list(Path(path).glob("*")) if Path(path).is_dir() else []
-    changed_ns = max((file.stat().st_mtime_ns for file in files), default=0)
-    return f"{name}@{_adapter_content(path, changed_ns)}"
+    """Name and content: another adapter under an old name, or in an old folder, is another one."""
+    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
+    stats = ((file.name, file.stat()) for file in files)
+    seen = tuple((file, s.st_ino, s.st_size, s.st_ctime_ns) for file, s in stats)
+    return f"{name}@{_adapter_content(path, seen)}"

@@ -127,6 +127,45 @@ ENTRIES = {
         "vllm-project/vllm PR#53250",
         (HERE + "test_pages.py::test_a_preempted_request_does_not_wait_for_pages_again",),
     ),
+    "A29": Entry(
+        "the store has evicted some of a prompt's chunks, and ranks disagree",
+        "LMCache/LMCache#1467",
+        (
+            HERE + "test_cache_stores.py::test_redis_evicts_and_loses_keys",
+            "unit/kv_transfer/cache/test_shared_tier_losses.py::test_what_is_gone_is_written_again",
+        ),
+    ),
+    "A30": Entry(
+        "a chunk whose write has failed is read later",
+        "LMCache/LMCache#4991",
+        (
+            HERE + "test_cache_stores.py::test_a_disk_that_is_full_and_files_that_are_spoiled",
+            "contract/test_tier.py::test_a_full_store_is_an_outcome",
+        ),
+    ),
+    "A31": Entry(
+        "a load waits for ever for room that nothing frees",
+        "LMCache/LMCache#2942",
+        (HERE + "test_cache_sizes.py::test_a_prompt_larger_than_the_arena",),
+    ),
+    "A32": Entry(
+        "the size of the memory tier is taken once per rank",
+        "LMCache/LMCache#2901",
+        (
+            HERE + "test_cache_sizes.py::test_the_size_is_that_of_the_host",
+            HERE + "test_cache_sizes.py::test_more_than_the_machine_has",
+        ),
+    ),
+    "A33": Entry(
+        "an object that somebody else has removed stays a hit",
+        "LMCache/LMCache PR#4745",
+        (HERE + "test_cache_stores.py::test_objects_that_somebody_else_removes",),
+    ),
+    "A34": Entry(
+        "every request pays for a store that does not answer",
+        "LMCache/LMCache#1938",
+        (HERE + "test_cache_stores.py::test_redis_under_steady_load",),
+    ),
     "A35": Entry(
         "an engine's error becomes a 200 with an empty body",
         "vllm-project/vllm-ascend#12166",

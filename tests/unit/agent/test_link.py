@@ -18,6 +18,7 @@ from splitserve.orchestrator.agent.messages import (
     FromAgent,
     LoadingProgress,
     NodeDescription,
+    NodePrefixes,
     NodeState,
     PeerDied,
     ToAgent,
@@ -155,3 +156,24 @@ async def test_nothing_is_sent_with_a_wrong_secret(router: FakeRouter) -> None:
     assert router.sockets == []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_prefixes_are_sent_in_order_and_only_on_their_connection(
+    router: FakeRouter, link: RouterLink
+) -> None:
+    """There is room for a few; none is taken while there is no connection."""
+    frames = [NodePrefixes(node="prefill-0", incarnation="i", removed=b"%8d" % n) for n in range(9)]
+    assert not link.can_take_prefixes
+    link.hello(HELLO)
+    assert await router.next() == HELLO
+    taken = 0
+    while link.can_take_prefixes:
+        link.prefixes(frames[taken])
+        taken += 1
+    assert 0 < taken < len(frames)
+    assert [await router.next() for _ in range(taken)] == frames[:taken]
+    link.prefixes(frames[taken])
+    assert await router.next() == frames[taken]
+    await router.sockets[0].close()
+    assert await router.next() == HELLO
+    assert link.can_take_prefixes

@@ -186,3 +186,10 @@ def test_a_tenants_tag_tells_nothing() -> None:
     assert tag == tenant_tag(bytes(32), "alice")
     assert len({tag, tenant_tag(bytes(32), "bob"), tenant_tag(bytes([1] * 32), "alice")}) == 3
     assert tenant_tag(bytes(32), "") == ""
+
+
+def test_engines_on_gpus_have_no_cache_yet() -> None:
+    """Copies go to and from host memory: a GPU pool beside `cache` is refused."""
+    more = "experimental_cuda: true\nprefill: {gpus: [[0]]}\ndecode: {gpus: [[1]]}\n"
+    problems = problems_of(f"{{chunk_tokens: 128, tiers: [{CPU}]}}", more)
+    assert any("prefill.gpus" in p and "remove `cache`" in p for p in problems), problems

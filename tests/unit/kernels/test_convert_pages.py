@@ -42,7 +42,7 @@ def by_reference(pages: Bytes, source: PageFormat, target: PageFormat) -> Bytes:
 def format_pairs(draw: st.DrawFn) -> tuple[PageFormat, PageFormat, int]:
     """Two formats of the same tokens, and how many tokens: a whole number of both's blocks."""
     item_bytes = draw(st.sampled_from([1, 2, 4]))
-    orders = [order for order in ORDERS if order != "amx" or item_bytes == 2]
+    orders = [order for order in ORDERS if order != "amx" or item_bytes < 4]
     first, second = draw(st.sampled_from(orders)), draw(st.sampled_from(orders))
     if "amx" in (first, second):
         key_items = draw(st.sampled_from([2, 32, 64, 96]))
@@ -149,7 +149,7 @@ def test_a_source_that_may_not_be_written_is_read() -> None:
         ({"block_tokens": 0}, "at least one token"),
         ({"key_items": 0, "value_items": 0}, "at least one number"),
         ({"value_items": -1}, "no negative size"),
-        ({"order": "amx"}, "numbers of 2 bytes, not 4"),
+        ({"order": "amx"}, "numbers of 1 or 2 bytes, not 4"),
         ({"order": "amx", "item_bytes": 2, "block_tokens": 24}, "multiple of 16 tokens"),
     ],
 )

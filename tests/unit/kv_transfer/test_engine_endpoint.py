@@ -15,6 +15,7 @@ from splitserve.kv_transfer.engine_endpoint import (
     EngineEndpointClient,
     EngineStatus,
 )
+from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, PrefixReport
 from splitserve.kv_transfer.orders import Retarget
 
 if TYPE_CHECKING:
@@ -53,6 +54,34 @@ async def test_questions_are_answered(endpoint: EngineEndpoint, address: str) ->
     client = EngineEndpointClient(address, SECRET)
     assert await client.describe() == DESCRIPTION
     assert await client.status() == EngineStatus(running=3)
+    client.close()
+
+
+async def test_prefixes_are_asked_for_from_the_start_or_what_is_new(address: str) -> None:
+    """What the engine's scheduler gives; one that gives nothing says so."""
+    asked: list[bool] = []
+
+    def prefixes(from_start: bool) -> PrefixReport:
+        asked.append(from_start)
+        return PrefixReport(is_first=from_start, added=b"12345678", tokens=(7,))
+
+    server = EngineEndpoint(address, SECRET, DESCRIPTION, EngineStatus, prefixes)
+    server.start()
+    client = EngineEndpointClient(address, SECRET)
+    first = await client.prefixes(from_start=True)
+    assert first == PrefixReport(is_first=True, added=b"12345678", tokens=(7,))
+    assert not (await client.prefixes(from_start=False)).is_first
+    assert asked == [True, False]
+    client.close()
+    server.stop()
+
+
+async def test_an_engine_may_have_no_prefixes_to_tell(
+    endpoint: EngineEndpoint, address: str
+) -> None:
+    """Then the answer is empty."""
+    client = EngineEndpointClient(address, SECRET)
+    assert await client.prefixes(from_start=True) == NOTHING_HELD
     client.close()
 
 

@@ -19,14 +19,15 @@ def digests(count: int) -> list[bytes]:
 
 
 def test_places_are_fixed_and_bounded() -> None:
-    """512 of them, every 512 bytes at first, then ever farther apart, about a million bytes in
-    all.
+    """Every 512 bytes at first, then ever farther apart, never by more than an eighth of what is
+    before; fewer than a hundred for four million bytes.
     """
     gaps = [b - a for a, b in pairwise((0, *MARK_OFFSETS))]
-    assert len(MARK_OFFSETS) == MARKS_LIMIT == 512
-    assert gaps[:256] == [512] * 256
+    assert MARK_OFFSETS[:18] == (*range(512, 8_193, 512), 9_216, 10_240)
     assert gaps == sorted(gaps)
-    assert 2**20 < MARK_OFFSETS[-1] < 2**21
+    assert all(gap <= max(512, at // 8) for at, gap in zip(MARK_OFFSETS, gaps[1:], strict=False))
+    assert MARK_OFFSETS[-1] == 2**22
+    assert len(MARK_OFFSETS) == MARKS_LIMIT == 88
 
 
 def test_marks_become_positions_in_proportion() -> None:
@@ -39,6 +40,6 @@ def test_marks_become_positions_in_proportion() -> None:
 def test_marks_that_do_not_fit_the_prompt_are_none() -> None:
     """A length that is too short for them, or more of them than there are places."""
     assert mark_positions(b"".join(digests(2)), 1_023, 500) == ()
-    assert mark_positions(b"".join(digests(513)), 2**30, 500) == ()
+    assert mark_positions(b"".join(digests(89)), 2**30, 500) == ()
     assert mark_positions(b"", 0, 500) == ()
     assert split_digests(b"".join(digests(5))) == digests(5)

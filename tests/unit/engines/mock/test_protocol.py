@@ -15,6 +15,7 @@ from splitserve.orchestrator.engines.mock.protocol import (
     limit_tokens,
     prompts_of,
     read_body,
+    read_tokenize,
 )
 from splitserve.orchestrator.engines.mock.tokenizer import END, chat_prompt, decode, encode
 
@@ -33,6 +34,17 @@ def test_text_and_ids_are_the_same_prompt() -> None:
     assert prompts_of(completion(prompt=[97, 98]))[0].tokens == (97, 98)
     assert [p.tokens for p in prompts_of(completion(prompt=["a", "b"]))] == [(97,), (98,)]
     assert [p.tokens for p in prompts_of(completion(prompt=[[97], [98]]))] == [(97,), (98,)]
+
+
+def test_tokenising_is_what_requests_do() -> None:
+    """A prompt or messages, told apart by their field."""
+    messages = [{"role": "user", "content": "x"}]
+    for fields in ({"prompt": "ab"}, {"messages": messages, "add_generation_prompt": True}):
+        body = read_tokenize(orjson.dumps(fields))
+        expected = prompts_of(chat(**fields) if "messages" in fields else completion(**fields))
+        assert prompts_of(body) == expected
+    with pytest.raises(MockApiError):
+        read_tokenize(b"[]")
 
 
 def test_chat_is_rendered() -> None:

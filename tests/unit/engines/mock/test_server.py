@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from splitserve.orchestrator.engines.mock.server import arguments, build
 
@@ -39,3 +40,16 @@ def test_unknown_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments().parse_args([*ARGUMENTS, "--no-such-flag", "1"])
     assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+
+
+async def test_it_tokenises_for_others() -> None:
+    """As vLLM does: text and chats, without a key; errors are its errors."""
+    parts = build(arguments().parse_args([*ARGUMENTS, "--kv-cache-memory-bytes", str(2**21)]))
+    async with TestClient(TestServer(parts.api.application())) as client:
+        told = await (await client.post("/tokenize", json={"model": "m", "prompt": "ab"})).json()
+        assert told == {"count": 2, "max_model_len": 4096, "tokens": [97, 98]}
+        messages = [{"role": "user", "content": "x"}]
+        told = await (await client.post("/tokenize", json={"messages": messages})).json()
+        assert bytes(told["tokens"]) == b"<user>x\n<assistant>"
+        assert (await client.post("/tokenize", json={"prompt": 3})).status == 400
+        assert (await client.post("/tokenize", json={"model": "n", "prompt": "a"})).status == 404

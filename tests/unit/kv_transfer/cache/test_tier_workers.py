@@ -173,7 +173,8 @@ def test_a_tier_that_fails(rig: Rig) -> None:
     rig.until(2)
     rig.tier.fails = TierUnavailableError("refused")
     rig.workers.ask(5, KEYS)
-    assert rig.until(2) == [Failed("refused"), Asked(5, 0, None)]
+    failed, asked = rig.until(2)
+    assert (failed, asked.ask_id, asked.found) == (Failed("refused"), 5, None)
     rig.workers.probe()
     assert rig.until(1) == [Failed("refused")]
     rig.write(3)
@@ -196,11 +197,12 @@ def test_questions(rig: Rig) -> None:
     rig.workers.ask(7, KEYS[:4])
     (asked,) = rig.until(1)
     assert (asked.ask_id, asked.present) == (7, 2)
+    assert asked.found == (True, True, False, True)
     rig.workers.probe()
     assert isinstance(rig.until(1)[0], Probed)
     rig.workers.remove([KEYS[1]])
     rig.workers.clear(9, bytes(8))
-    assert rig.until(1) == [Cleared(9, 2)]
+    assert rig.until(1) == [Cleared(9, 2, is_complete=True)]
     assert not rig.tier.chunks
 
 

@@ -1,0 +1,63 @@
+"""Store servers on loopback for a benchmark: started, waited for, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+START_DEADLINE_S = 30.0
+POLL_S = 0.02
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[int]:
+    """The port of a ``redis-server`` that keeps nothing on disk."""
+    port = free_port()
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+    with _running(command, port):
+        yield port
+
+
+@contextlib.contextmanager
+def s3_server(bucket: str) -> Iterator[str]:
+    """The endpoint of moto's S3 server, which has that bucket and takes every credential."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, port):
+        endpoint = f"http://127.0.0.1:{port}"
+        request = urllib.request.Request(f"{endpoint}/{bucket}", method="PUT")
+        urllib.request.urlopen(request, timeout=START_DEADLINE_S).close()
+        yield endpoint
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int) -> Iterator[None]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + START_DEADLINE_S
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{command[0]} does not start")
+            time.sleep(POLL_S)
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
