@@ -140,12 +140,23 @@ class CacheWorld:
         """All ranks of an engine want the same chunks."""
         chain, end = self.random.randrange(CHAINS), self.random.randint(1, DEPTH)
         keys = chain_of(chain, self.random.randrange(end), end)
+        if self.random.random() < 0.7:
+            keys = self._known(chain) or keys
         limit_s = self.random.choice([LIMIT_S, LIMIT_S, 0.0])
         for worker in self._ranks():
             worker.ids += 1
             worker.loads[worker.ids] = OpenLoad(keys, self.now + limit_s, set(range(len(keys))))
             message = OpenChunks(load_id=worker.ids, keys=b"".join(keys), limit_s=limit_s)
             self._carry_out(self.book.open(worker.number, message, self.now))
+
+    def _known(self, chain: int) -> list[bytes]:
+        """What a look-up would find of a chain from somewhere on."""
+        tiers, index = self.book.tiers, self.book.arena.index
+        keys = chain_of(chain, 0, DEPTH)
+        there = [bool(index.get(k) or any(t.has(k) for t in tiers)) for k in keys]
+        first = there.index(True) if True in there else DEPTH
+        end = next((i for i in range(first, DEPTH) if not there[i]), DEPTH)
+        return keys[first:end]
 
     def save(self) -> None:
         """All ranks of an engine want to write the same chunks, maybe one of them never asks."""
