@@ -33,8 +33,8 @@ cache:
       url: redis://127.0.0.1:{port}/0
       options: {{timeout_s: "1", connect_timeout_s: "1"}}
 """
-DISK_BYTES, CAPACITY_BYTES = 10 << 20, 6 << 20
-REDIS_MEMORY = "6mb"
+DISK_BYTES, CAPACITY_BYTES = 4 << 20, 2 << 20
+REDIS_MEMORY = "12mb"
 SHARE_OF_FILES = 0.3
 REDIS_TIMEOUT_S = 5.0
 

@@ -1,5 +1,5 @@
-"""Two minutes of chaos on a cluster of mock engines: every kind of fault at least once, and the
-bars of `make chaos`.
+"""Two minutes of chaos on a cluster of mock engines, without and with a shared cache: every kind of
+fault at least once, and the bars of `make chaos`.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from chaos.cache_faults import CACHE_KINDS
 from chaos.faults import KINDS, LAST_KIND
 from chaos.run import Plan, explain, torment
 from chaos.verdict import Outcome
+from support.bank_client import LONG
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,3 +32,24 @@ async def test_two_minutes_of_chaos(tmp_path: Path) -> None:
     outcomes = [one.outcome for one in result.verdict.judged]
     assert outcomes.count(Outcome.OK) > MINIMUM_REQUESTS
     assert Outcome.LEFT in outcomes
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(SECONDS, marks=LONG)])
+async def test_two_minutes_of_chaos_with_a_cache(tmp_path: Path, seconds: float) -> None:
+    """The cache's server and its stores are killed, stopped, filled, emptied and spoilt too: that
+    excuses no failure, every tier is read from, and in the end the cache holds nothing for anybody.
+    """
+    plan = Plan(
+        seed=2_026,
+        seconds=seconds,
+        in_flight=24,
+        round_s=seconds,
+        kinds=CACHE_KINDS,
+        ends_an_agent=False,
+        with_cache=True,
+        each_kind=True,
+    )
+    result = await torment(plan, tmp_path)
+    assert not result.verdict.violations, explain(result)
+    assert {fault.kind for fault in result.faults} >= {*CACHE_KINDS} - {"fill disk"}
+    assert [one.outcome for one in result.verdict.judged].count(Outcome.OK) > MINIMUM_REQUESTS

@@ -17,6 +17,7 @@ from simulation.memory import BLOCK_TOKENS, LAYERS, Memory, blocks_for, page_of
 from simulation.prefixes import PrefixCache
 from simulation.transfers import Transfers
 from simulation.world import Process
+from splitserve.kv_transfer.cache.engine_cache import PromptIdentity
 from splitserve.kv_transfer.engine_endpoint import EngineDescription, Order, PeerIsDead
 from splitserve.kv_transfer.holdings import PATIENCE_S
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
@@ -139,7 +140,7 @@ class Engine:
         """A leg arrives."""
         self.requests[request.id] = request
         sealed = seal(request.params, SECRET) if request.params is not None else None
-        self.legs.arrived(request.id, sealed, request.prompt, "")
+        self.legs.arrived(request.id, sealed, request.prompt, PromptIdentity())
         self.wake()
 
     def abort(self, request_id: str) -> None:

@@ -143,3 +143,21 @@ def test_the_share_of_saved_requests() -> None:
     verdict = judge([story()] * 94 + [failed()] * 6, hit, NODES)
     assert verdict.early_success_share == pytest.approx(0.94)
     assert len(verdict.violations) == 1
+
+
+def test_faults_of_the_cache_excuse_nothing() -> None:
+    """A request that fails while the cache server, its disk or a store is down fails untouched."""
+    faults = [fault(place, 9.0, 20.0) for place in ("cache", "redis", "disk")]
+    verdict = judge([failed()], faults, NODES)
+    assert verdict.judged[0].touch is Touch.NONE
+    assert len(verdict.violations) == 1
+    assert not judge([story()], faults, NODES).violations
+
+
+def test_a_cache_that_does_not_come_back_is_a_violation() -> None:
+    """As a node that does not."""
+    lost = fault("cache", 9.0, 20.0)
+    lost.is_lost = True
+    assert judge([story()], [lost], NODES).violations == [
+        "cache did not come back after: kill engine"
+    ]
