@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from collections import deque
 from contextlib import suppress
@@ -172,12 +171,11 @@ class CacheThread:
     def _wait(self) -> None:
         if self._commands or self._map_more():
             return
-        readable: list[Any] = [self._wakeup]
-        readable += [c for c in (self._connection, self._greeting) if c is not None]
+        connections = (c for c in (self._connection, self._greeting) if c is not None)
         until = min(
             self._loads.next_deadline(), self._saves.next_deadline(), monotonic() + IDLE_WAIT_S
         )
-        select.select(readable, [], [], max(0.0, until - monotonic()))
+        packets.wait([self._wakeup, *(c.fileno() for c in connections)], until - monotonic())
 
     def _map_more(self) -> bool:
         """Whether a step of mapping the arena was made: the first look at a page takes several

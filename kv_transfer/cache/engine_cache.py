@@ -243,6 +243,10 @@ class EngineCache:
         ))  # fmt: skip
         return end - start
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether the end of a load of this request has yet to be reported."""
+        return any(load.request_id == request_id for load in self._open_loads.values())
+
     # -- saving --------------------------------------------------------------------------------
 
     def scheduled(

@@ -7,7 +7,6 @@ while, and a question that is not answered in time counts as nothing found. Used
 from __future__ import annotations
 
 import logging
-import select
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -161,7 +160,7 @@ class LookupClient:
         if self._connection is None or self._receiver is None:
             return
         if wait_s:
-            select.select([self._connection], [], [], wait_s)
+            packets.wait([self._connection.fileno()], wait_s)
         try:
             for message in self._receiver.messages(ANSWERS_PER_TURN):
                 self._take_up(message)

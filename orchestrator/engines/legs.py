@@ -97,6 +97,8 @@ class Legs:
         self._prefills = Prefills(description.block_tokens)
         self._reservations = Reservations(description.block_tokens)
         self._ignored_params = 0
+        self._untold: set[str] = set()
+        """Prefill legs that were aborted while they waited for the cache."""
         self._marks: dict[str, tuple[tuple[bytes, int], ...]] = {}
         """By request, oldest first."""
         self._finished: deque[tuple[tuple[tuple[bytes, int], ...], Sequence[bytes]]] = deque(
@@ -221,10 +223,18 @@ class Legs:
         if self._cache is not None:
             self._cache.step_reported(news_of_ranks)
 
-    def settled(self, finished_sending: Iterable[str], finished_receiving: Iterable[str]) -> None:
-        """The transfer threads of all workers are done with these requests."""
+    def settled(
+        self, finished_sending: Iterable[str], finished_receiving: Iterable[str]
+    ) -> frozenset[str]:
+        """The transfer threads of all workers are done with these requests. Those that the engine
+        must not be told of as sent: it waits for the end of their loads instead.
+        """
         self._reservations.settled(finished_receiving)
-        self._prefills.released(frozenset(finished_sending))
+        sent = frozenset(finished_sending)
+        self._prefills.released(sent)
+        untold = sent & self._untold
+        self._untold -= untold
+        return untold
 
     def finished(
         self,
@@ -248,7 +258,13 @@ class Legs:
         if marks and block_hashes is not None and self._held is not None:
             self._finished.append((marks, block_hashes()))
         self._reservations.finished(request_id)
-        return self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
+        is_kept = self._prefills.finished(request_id, aborted=aborted, blocks=blocks)
+        if is_kept and self._cache is not None and self._cache.is_loading(request_id):
+            # It is parked, and the report of its load frees its blocks. None of them is read for a
+            # peer, for nothing of it is scheduled. An engine that hears of both ends fails.
+            self._untold.add(request_id)
+            return False
+        return is_kept
 
     @property
     def has_orders(self) -> bool:

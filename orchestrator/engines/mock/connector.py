@@ -11,6 +11,8 @@ from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from splitserve.kv_transfer.cache.engine_cache import PromptIdentity
 from splitserve.kv_transfer.cache.orders import CacheNews
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
@@ -51,8 +53,9 @@ class NoConnector:
         """Nobody reads its blocks."""
         return False
 
-    def step_reported(self, results: TransferResults) -> None:
-        """Nothing."""
+    def step_reported(self, results: TransferResults) -> TransferResults:
+        """All of it."""
+        return results
 
     def begin_step(self, plan: StepPlan) -> None:
         """Nothing."""
@@ -122,6 +125,7 @@ class Connector:
                 tensor_parallel=len(memories),
                 transport=config.transport,
                 reports_prefixes=prefix_caching,
+                uses_cache=config.cache is not None,
             ),
             self._load,
             self._is_cached if prefix_caching else None,
@@ -177,11 +181,12 @@ class Connector:
             computed=Computed(0 if aborted else request.length - 1, request.tokens, request.blocks),
         )
 
-    def step_reported(self, results: TransferResults) -> None:
+    def step_reported(self, results: TransferResults) -> TransferResults:
         """The transfer threads are done with these."""
-        self._legs.settled(results.finished_sending, results.finished_receiving)
+        untold = self._legs.settled(results.finished_sending, results.finished_receiving)
         self._legs.cache_reported(self._cache_news)
         self._cache_news = []
+        return structs.replace(results, finished_sending=results.finished_sending - untold)
 
     # -- the forward pass ----------------------------------------------------------------------
 

@@ -124,8 +124,10 @@ class SchedulerHooks(Protocol):
     def finished(self, request: Request, *, aborted: bool) -> bool:
         """Once per request; True keeps its blocks until it is reported as sent."""
 
-    def step_reported(self, results: TransferResults) -> None:
-        """What the workers reported, before the scheduler acts on it."""
+    def step_reported(self, results: TransferResults) -> TransferResults:
+        """What the workers reported, before the scheduler acts on it; the answer is what it acts
+        on.
+        """
 
 
 class Scheduler:
@@ -273,7 +275,7 @@ class Scheduler:
                 self._running.remove(request)
                 self._finish(request, reason, keep_blocks=False)
             progress.append(Progress(request, token))
-        self._hooks.step_reported(results)
+        results = self._hooks.step_reported(results)
         for request_id in results.finished_receiving:
             self._received(request_id, failed=request_id in results.failed_receiving)
         for request_id in results.finished_sending:

@@ -54,6 +54,7 @@ class SchedulerHalf:
             tensor_parallel=tensor_parallel,
             transport=config.transport,
             reports_prefixes=caches,
+            uses_cache=config.cache is not None,
         )
         cache = None
         if config.cache is not None:
@@ -113,7 +114,9 @@ class SchedulerHalf:
 
     def step_reported(self, output: KVConnectorOutput) -> None:
         """The workers' transfer threads are done with these."""
-        self._legs.settled(output.finished_sending or (), output.finished_recving or ())
+        untold = self._legs.settled(output.finished_sending or (), output.finished_recving or ())
+        if output.finished_sending and untold:
+            output.finished_sending -= untold  # vLLM acts on what is left.
         meta = output.kv_connector_worker_meta
         if meta is not None:
             self._report_by_rank = {**self._report_by_rank, **meta.by_rank}

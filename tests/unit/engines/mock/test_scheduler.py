@@ -36,8 +36,8 @@ class Hooks:
         self.told.append(("finished", request.id, aborted))
         return request.id in self.keeps
 
-    def step_reported(self, results: TransferResults) -> None:
-        pass
+    def step_reported(self, results: TransferResults) -> TransferResults:
+        return results
 
 
 @dataclass
