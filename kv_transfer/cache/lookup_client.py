@@ -173,10 +173,9 @@ class LookupClient:
             if message.refusal:
                 logger.warning("this engine does not use the cache: %s", message.refusal)
                 self._lost(packets.PeerGoneError(message.refusal))
-        elif isinstance(message, Found):
+        elif isinstance(message, Found) and self._open.pop(message.lookup_id, None) is not None:
             self._silences = 0
-            if self._open.pop(message.lookup_id, None) is not None:
-                self._found[message.lookup_id] = Hits(message.tiers, message.speeds)
+            self._found[message.lookup_id] = Hits(message.tiers, message.speeds)
 
     def _was_silent(self) -> None:
         self.timeouts += 1

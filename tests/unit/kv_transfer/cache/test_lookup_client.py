@@ -154,6 +154,17 @@ def test_a_silent_server_is_left_alone(rig: Rig, clock: Clock) -> None:
     assert rig.until_known(number) == b"\0\0\1"
 
 
+def test_a_server_that_is_always_late_is_left_alone(rig: Rig, clock: Clock) -> None:
+    """Answers that nobody waits for any more do not count as answers."""
+    for _ in range(SILENCE_LIMIT):
+        number = rig.ask()
+        rig.hear()
+        clock.now += LIMIT_S
+        assert rig.client.answer(number) is NOTHING
+        rig.answer(number)
+    assert rig.client.ask(KEYS) is None
+
+
 def test_a_server_that_dies(rig: Rig, clock: Clock) -> None:
     """Open questions have found nothing; later the client connects again."""
     number = rig.ask()
