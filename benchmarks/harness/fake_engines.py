@@ -3,7 +3,7 @@
 A program of its own, one process per role:
 
     python fake_engines.py engine PORT
-    python fake_engines.py agents ROUTER_PORT PREFILL_PORT DECODE_PORT
+    python fake_engines.py agents ROUTER_PORT PREFILL_PORT DECODE_PORT [PREFILL_PORT]
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ async def serve_engine(port: int) -> None:
     await server.serve_forever()
 
 
-async def serve_agents(router_port: int, prefill_port: int, decode_port: int) -> None:
+async def serve_agents(
+    router_port: int, prefill_port: int, decode_port: int, second_prefill_port: int = 0
+) -> None:
     """Speak to our router for both engines, twice a second, until killed. Their prefix caches hold
     many beginnings, none of them of a prompt that is asked for.
     """
@@ -117,11 +119,12 @@ async def serve_agents(router_port: int, prefill_port: int, decode_port: int) ->
     url = f"http://127.0.0.1:{router_port}/internal/agents"
     blocks = 1_000_000
 
-    async def speak(session: aiohttp.ClientSession, role: str, port: int) -> None:
+    async def speak(session: aiohttp.ClientSession, name: str, port: int) -> None:
+        role = name.partition("-")[0]
         node = NodeDescription(
-            node=role,
+            node=name,
             pool=role,
-            incarnation=role,
+            incarnation=name,
             engine_url=f"http://127.0.0.1:{port}",
             engine_api_key="engine-key",
             control_addresses=(f"tcp://127.0.0.1:{port + 1}",),
@@ -135,15 +138,15 @@ async def serve_agents(router_port: int, prefill_port: int, decode_port: int) ->
             reports_prefixes=True,
         )
         state = NodeState(
-            node=role, incarnation=role, phase="ready", free_blocks=blocks, total_blocks=blocks
+            node=name, incarnation=name, phase="ready", free_blocks=blocks, total_blocks=blocks
         )
         async with session.ws_connect(url, headers=headers) as ws:
             await ws.send_str(msgspec.json.encode(AgentHello(description=node, role=role)).decode())
             held = NodePrefixes(
-                node=role,
-                incarnation=role,
+                node=name,
+                incarnation=name,
                 is_first=True,
-                added=random.Random(role).randbytes(8 * HELD_MARKS),
+                added=random.Random(name).randbytes(8 * HELD_MARKS),
                 tokens=(128,) * HELD_MARKS,
             )
             await ws.send_str(msgspec.json.encode(held).decode())
@@ -152,9 +155,10 @@ async def serve_agents(router_port: int, prefill_port: int, decode_port: int) ->
                 await asyncio.sleep(0.5)
 
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(
-            speak(session, "prefill", prefill_port), speak(session, "decode", decode_port)
-        )
+        ports = {"prefill": prefill_port, "decode": decode_port}
+        if second_prefill_port:
+            ports["prefill-2"] = second_prefill_port
+        await asyncio.gather(*(speak(session, name, port) for name, port in ports.items()))
 
 
 if __name__ == "__main__":

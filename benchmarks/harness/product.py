@@ -45,11 +45,11 @@ def cluster(
     transport: str,
     port: int,
     logs: Path,
-    cache: dict[str, Any] | None = None,
+    sections: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The YAML: one prefill and one decode node with the flags of every other engine of the run.
 
-    ``cache`` is its section of that name; None for a cluster without one.
+    ``sections`` are further ones, such as ``cache``.
     """
 
     def pool(core: int) -> dict[str, Any]:
@@ -66,9 +66,8 @@ def cluster(
             "transfer": {"transport": transport},
         }
 
-    sections = {} if cache is None else {"cache": cache}
     return {
-        **sections,
+        **(sections or {}),
         "name": name,
         "model": {"path": str(flags.model), "served_name": SERVED_NAME},
         "router": {"port": port},
@@ -97,7 +96,7 @@ class Product(contextlib.AbstractContextManager["Product"]):
         place: Placement,
         transport: str,
         logs: Path,
-        cache: dict[str, Any] | None = None,
+        sections: dict[str, Any] | None = None,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -105,7 +104,7 @@ class Product(contextlib.AbstractContextManager["Product"]):
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
         self._name = f"bench-{os.getpid()}"
-        described = cluster(self._name, flags, place, transport, port, logs, cache)
+        described = cluster(self._name, flags, place, transport, port, logs, sections)
         self._config.write_text(yaml.safe_dump(described))
         self._process: subprocess.Popen[bytes] | None = None
 

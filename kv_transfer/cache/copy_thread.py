@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from collections import deque
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from splitserve.kv_transfer.cache import packets
-from splitserve.kv_transfer.cache.arena import Mapping
+from splitserve.kv_transfer.cache.arena import TOUCH_STEP_BYTES, Mapping
 from splitserve.kv_transfer.cache.messages import (
     PROTOCOL_VERSION,
     Arena,
@@ -79,6 +78,8 @@ class CacheThread:
         self._receiver: packets.Receiver[FromServer] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
         self._arena: Mapping | None = None
+        self._mapped_bytes = 0
+        """Of the arena, from its beginning on."""
         self._greet_until = 0.0
         self._next_try = 0.0
         self._is_refused = False
@@ -168,14 +169,28 @@ class CacheThread:
             self._disconnect("the engine stops")
 
     def _wait(self) -> None:
-        if self._commands:
+        if self._commands or self._map_more():
             return
-        readable: list[Any] = [self._wakeup]
-        readable += [c for c in (self._connection, self._greeting) if c is not None]
+        connections = (c for c in (self._connection, self._greeting) if c is not None)
         until = min(
             self._loads.next_deadline(), self._saves.next_deadline(), monotonic() + IDLE_WAIT_S
         )
-        select.select(readable, [], [], max(0.0, until - monotonic()))
+        packets.wait([self._wakeup, *(c.fileno() for c in connections)], until - monotonic())
+
+    def _map_more(self) -> bool:
+        """Whether a step of mapping the arena was made: the first look at a page takes several
+        times as long as copying it, and no request should wait for that.
+        """
+        if self._arena is None or self._mapped_bytes >= self._arena.size_bytes:
+            return False
+        end = min(self._mapped_bytes + TOUCH_STEP_BYTES, self._arena.size_bytes)
+        try:
+            self._arena.touch(self._mapped_bytes, end, writes=False)
+        except OSError as error:
+            logger.warning("the cache's arena is mapped as it is used: %s", error)
+            end = self._arena.size_bytes
+        self._mapped_bytes = end
+        return True
 
     def _turn(self, now: float) -> None:
         with suppress(BlockingIOError):  # Woken by something else.
@@ -285,7 +300,7 @@ class CacheThread:
                 os.close(descriptor)
             return
         try:
-            self._arena = Mapping(descriptor, greeting.size_bytes)
+            self._arena, self._mapped_bytes = Mapping(descriptor, greeting.size_bytes), 0
         except OSError as error:
             logger.warning("the cache's arena cannot be mapped: %s", error)
             connection.close()

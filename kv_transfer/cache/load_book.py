@@ -276,7 +276,7 @@ class LoadBook:
             return self._give_up(load, index)
         if self._arena.index.is_reserved(key):
             return None  # An engine is writing it.
-        if len(self._reading) >= max(1, self._arena.arena.slots // READING_SLOTS_SHARE):
+        if self._reads_enough():
             return None
         parent = load.keys[index - 1] if index else load.parent
         entry = self._arena.reserve(key, parent, self._blank())
@@ -288,9 +288,15 @@ class LoadBook:
         self._reading[key] = Reading(entry, first, tiers)
         return [ReadChunk(first.number, key, entry.value.offset)]
 
+    def _reads_enough(self) -> bool:
+        limit: int = max(1, self._arena.arena.slots // READING_SLOTS_SHARE)
+        return len(self._reading) >= limit
+
     def _blame_tier(self, load: Load, index: int, now: float) -> None:
         """A tier that hangs reports no failure, and its slots are not free before it answers."""
         reading = self._reading.get(load.keys[index]) if index < len(load.keys) else None
+        if reading is None and self._reads_enough():
+            reading = next(iter(self._reading.values()))  # The oldest one stands in its way.
         if reading is not None:
             reading.tier.health.failed("no answer to a read within the time of its load", now)
 

@@ -7,7 +7,6 @@ while, and a question that is not answered in time counts as nothing found. Used
 from __future__ import annotations
 
 import logging
-import select
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -161,7 +160,7 @@ class LookupClient:
         if self._connection is None or self._receiver is None:
             return
         if wait_s:
-            select.select([self._connection], [], [], wait_s)
+            packets.wait([self._connection.fileno()], wait_s)
         try:
             for message in self._receiver.messages(ANSWERS_PER_TURN):
                 self._take_up(message)
@@ -174,10 +173,9 @@ class LookupClient:
             if message.refusal:
                 logger.warning("this engine does not use the cache: %s", message.refusal)
                 self._lost(packets.PeerGoneError(message.refusal))
-        elif isinstance(message, Found):
+        elif isinstance(message, Found) and self._open.pop(message.lookup_id, None) is not None:
             self._silences = 0
-            if self._open.pop(message.lookup_id, None) is not None:
-                self._found[message.lookup_id] = Hits(message.tiers, message.speeds)
+            self._found[message.lookup_id] = Hits(message.tiers, message.speeds)
 
     def _was_silent(self) -> None:
         self.timeouts += 1

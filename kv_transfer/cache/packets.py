@@ -9,6 +9,7 @@ more: clients close theirs only when their copies have ended, and the kernel doe
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -21,7 +22,7 @@ from splitserve.kv_transfer.cache.messages import MESSAGE_LIMIT_BYTES
 from splitserve.kv_transfer.cache.socket_path import short_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 BACKLOG = 128
 BUFFER_BYTES = 4 * MESSAGE_LIMIT_BYTES
@@ -63,6 +64,14 @@ def connect(path: str) -> socket.socket:
         connection.close()
         raise PeerGoneError(f"no cache server answers at {path}: {error}") from error
     return connection
+
+
+def wait(descriptors: Iterable[int], limit_s: float) -> None:
+    """One of them can be read, or the time (rounded up to milliseconds) is over."""
+    poller = select.poll()  # Unlike ``select`` it takes any descriptor, also in large processes.
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    poller.poll(max(0.0, limit_s) * 1e3)
 
 
 def check_user(connection: socket.socket) -> None:

@@ -212,8 +212,6 @@ class CacheServer:
             self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _serve(self, client: Client) -> None:
-        if client.number not in self._clients:
-            return  # It has gone since the selector saw it.
         try:
             if client.unsent:
                 self._flush(client)

@@ -1,4 +1,5 @@
-"""The threads that do a lower tier's work: some that read and ask, one that writes and removes.
+"""The threads that do a lower tier's work: some that read, one that asks, and one that writes and
+removes.
 
 They touch no state of the server: a job goes in by a queue, its result comes out by another one,
 and a descriptor wakes the server. Buffers are the arena's slots, which the server keeps for the job
@@ -122,14 +123,16 @@ class TierWorkers:
         self._tier = tier
         self._codec = codec
         self._wake = wake
-        self._reads: Queue[ReadJob | Callable[[], None] | None] = Queue()
+        self._reads: Queue[ReadJob | None] = Queue()
+        self._asks: Queue[Callable[[], None] | None] = Queue()
         self._writes: Queue[Callable[[], None] | None] = Queue()
         self._results: deque[Result] = deque()
         self._failure: BaseException | None = None
         self.is_stopping = False
         """Nothing is begun any more."""
         self._write_until = float("inf")
-        names = [("read", self._read_loop)] * readers + [("write", self._write_loop)]
+        names = [("read", self._read_loop)] * readers
+        names += [("ask", self._ask_loop), ("write", self._write_loop)]
         self._threads = [
             threading.Thread(
                 target=self._run, args=(loop,), name=f"tier-{number}-{name}", daemon=True
@@ -152,11 +155,11 @@ class TierWorkers:
 
     def ask(self, ask_id: int, keys: Sequence[bytes]) -> None:
         """See ``AskTier``."""
-        self._reads.put(lambda: self._do_ask(ask_id, keys))
+        self._asks.put(lambda: self._do_ask(ask_id, keys))
 
     def probe(self) -> None:
         """See ``ProbeTier``."""
-        self._reads.put(self._do_probe)
+        self._asks.put(self._do_probe)
 
     def read(self, job: ReadJob) -> None:
         """See ``ReadChunk``."""
@@ -181,11 +184,15 @@ class TierWorkers:
         """No more reads; what waits to be written has ``STOP_DEADLINE_S``. ``join`` follows."""
         self.is_stopping = True
         self._write_until = monotonic() + STOP_DEADLINE_S
-        with suppress(Empty):
-            while True:
-                self._reads.get_nowait()
+        for queue in (self._reads, self._asks):
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
+        ends: dict[str, Callable[[None], None]] = {
+            "read": self._reads.put, "ask": self._asks.put, "write": self._writes.put,
+        }  # fmt: skip
         for thread in self._threads:
-            (self._writes if thread.name.endswith("write") else self._reads).put(None)
+            ends[thread.name.rpartition("-")[2]](None)
 
     def join(self) -> bool:
         """The threads have ended; False: one has died, or hangs in a call that has a timeout of its
@@ -212,25 +219,22 @@ class TierWorkers:
 
     def _read_loop(self) -> None:
         while (job := self._reads.get()) is not None:
-            if not isinstance(job, ReadJob):
-                job()
-                continue
             batch = [job]
-            after: Callable[[], None] | None = None
             while len(batch) < READ_BATCH_LIMIT:
                 try:
                     other = self._reads.get_nowait()
                 except Empty:
                     break
-                if not isinstance(other, ReadJob):
-                    after = other
-                    if other is None:
-                        self._reads.put(None)  # The end is for the loop.
+                if other is None:
+                    self._reads.put(None)  # The end is for the loop.
                     break
                 batch.append(other)
             self._do_read(batch)
-            if after is not None:
-                after()
+
+    def _ask_loop(self) -> None:
+        """Questions have a thread of their own: behind reads their answers would be late."""
+        while (job := self._asks.get()) is not None:
+            job()
 
     def _write_loop(self) -> None:
         while (job := self._writes.get()) is not None:

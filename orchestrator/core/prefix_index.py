@@ -76,13 +76,14 @@ class PrefixIndex:
 
     def longest(self, marks: Sequence[bytes]) -> Mapping[str, Held]:
         """How much each source has of a prompt with these marks; nothing of those that have
-        nothing. Looks from the last mark on, each mark once at most.
+        nothing. Looks from the last mark on, each mark once at most; not at all when nobody has the
+        first, for what lies behind a lost beginning is of no use.
         """
-        sources = len(self._marks)
-        if not sources:
-            return NOTHING_HELD
-        found: dict[str, Held] = {}
         holders_of = self._holders.get
+        if not marks or holders_of(marks[0]) is None:
+            return NOTHING_HELD
+        sources = len(self._marks)
+        found: dict[str, Held] = {}
         for number in range(len(marks), 0, -1):
             holders = holders_of(marks[number - 1])
             if holders is None:

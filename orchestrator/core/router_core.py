@@ -12,7 +12,7 @@ out of date, and only the choice of nodes depends on it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
@@ -60,6 +60,8 @@ class RouterCore(Admission):
         self.audit = Audit()
         self.fencing = Fencing(self.membership, limits.engine_end_limit_s)
         self.is_stopping = False
+        self.wants_marks = False
+        """Whether a node or a cache could do something with the marks of a prompt."""
         self._deaths: OrderedDict[str, None] = OrderedDict()
         """The latest incarnations that died, oldest first: a node that joins may have missed it."""
         self._rows: dict[tuple[Phase, Trigger], tuple[Action, tuple[Phase, ...]]] = {
@@ -150,6 +152,7 @@ class RouterCore(Admission):
             known.is_connected, known.is_silent = True, False
         else:
             self.membership.nodes[description.node] = Node(description, event.role)
+        self._weigh_marks()
         self.membership.changed()
         self._hear(description.node, now)
         self._may_place = True
@@ -204,6 +207,7 @@ class RouterCore(Admission):
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
         self.prefixes.drop(node.description.incarnation)
+        self._weigh_marks()
         self.drain_dues.pop(node.name, None)
         self.membership.changed()
         self.silence.disarm(node.name)
@@ -243,15 +247,16 @@ class RouterCore(Admission):
 
     # Prefixes
 
-    @property
-    def wants_marks(self) -> bool:
-        """Whether a node or a cache could do something with the marks of a prompt."""
-        if not self.limits.placement.prefix_routing:
-            return False
-        for node in self.membership.nodes.values():
-            if node.description.reports_prefixes or node.description.uses_cache:
-                return True
-        return False
+    def _weigh_marks(self) -> None:
+        """Marks are made when a cache takes them, or when nodes say what they have and something
+        depends on it: which node of a pool, or whether a prompt is split.
+        """
+        placement = self.limits.placement
+        nodes = self.membership.nodes.values()
+        roles = Counter(node.role for node in nodes if node.description.reports_prefixes)
+        has_choice = placement.min_uncached_tokens > 0 or max(roles.values(), default=0) > 1
+        has_cache = any(node.description.uses_cache for node in nodes)
+        self.wants_marks = placement.prefix_routing and (has_cache or (bool(roles) and has_choice))
 
     def _on_node_prefixes_reported(
         self, event: ev.NodePrefixesReported, now: float

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 
+from splitserve.kv_transfer.prefix_marks import SPACING_BYTES
 from splitserve.orchestrator.agent.auth import is_agent_token, is_operator_token
 from splitserve.orchestrator.core.events import RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
@@ -166,7 +167,7 @@ class Api:
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
-        marks = self._marks_of(body, salt) if self._driver.core.wants_marks else NO_MARKS
+        marks = self._marks_of(body, salt)
         exchange = Exchange(
             self._driver,
             own_id,
@@ -194,6 +195,9 @@ class Api:
         self._driver.admit(exchange, arrived)
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
+        """Those of the prompt, if somebody could use them."""
+        if len(body.raw) < SPACING_BYTES or not self._driver.core.wants_marks:
+            return NO_MARKS
         if salt is None:
             sent = body.fields.get("cache_salt")
             salt = sent if type(sent) is str else ""

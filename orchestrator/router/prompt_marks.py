@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_right
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -30,6 +32,9 @@ SEEDS_LIMIT = 1_024
 """Seeds of salts that are kept; beyond that they are derived again."""
 
 SEED_BYTES = 8
+
+_PIECES: Final = tuple(slice(*ends) for ends in pairwise((0, *MARK_OFFSETS)))
+"""What lies between two marks."""
 
 _SHAPES_A_CHAT: Final = (
     "tools",
@@ -79,13 +84,10 @@ class PromptMarks:
             return NO_MARKS
         hasher = xxh3_64(seed=self._seed(kind, salt, fields.get("model") or ""))
         update, digest = hasher.update, hasher.digest
-        view, start, digests = memoryview(data), 0, []
-        for end in MARK_OFFSETS:
-            if end > size:
-                break
-            update(view[start:end])
+        view, digests = memoryview(data), []
+        for piece in _PIECES[: bisect_right(MARK_OFFSETS, size)]:
+            update(view[piece])
             digests.append(digest())
-            start = end
         return Marks(tuple(digests), b"".join(digests), size)
 
     def _seed(self, kind: str, salt: str, model: str) -> int:

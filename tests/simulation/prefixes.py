@@ -44,12 +44,14 @@ class PrefixCache:
         return block in self._blocks
 
     def take(self, prompt: Sequence[int]) -> list[bytes]:
-        """The prompt's full blocks, which are there now; older ones are not."""
+        """The prompt's full blocks, which are there now; older ones are not. The end of a prompt
+        goes before its beginning.
+        """
         blocks = [
             repr(prompt[: (number + 1) * BLOCK_TOKENS]).encode()
             for number in range(len(prompt) // BLOCK_TOKENS)
         ]
-        for block in blocks:
+        for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > CACHE_LIMIT_BLOCKS:

@@ -4,8 +4,7 @@ order, fail or hang, and an arena that knows who may touch which slot. One seed 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from splitserve.kv_transfer.cache.messages import (
 )
 from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
 from splitserve.kv_transfer.cache.tier_book import TierBook
+from support.cache_workers import OpenLoad, Worker
 from support.fake_arena import GEOMETRY, SLOT, FakeArena, Violation
 
 if TYPE_CHECKING:
@@ -54,33 +54,6 @@ def key_of(chain: int, depth: int) -> bytes:
 
 def chain_of(chain: int, first: int, end: int) -> list[bytes]:
     return [key_of(chain, depth) for depth in range(first, end)]
-
-
-@dataclass(eq=False)
-class OpenLoad:
-    keys: list[bytes]
-    until: float
-    unanswered: set[int]
-    reading: dict[int, int] = field(default_factory=dict)
-    """Index to slot."""
-
-
-@dataclass(eq=False)
-class Worker:
-    """One rank's connection."""
-
-    number: int
-    engine: str
-    rank: int
-    ranks: int
-    is_stopped: bool = False
-    inbox: deque[Any] = field(default_factory=deque)
-    loads: dict[int, OpenLoad] = field(default_factory=dict)
-    asked: dict[int, list[bytes]] = field(default_factory=dict)
-    """Saves without an answer."""
-    writing: dict[tuple[int, int], tuple[bytes, int]] = field(default_factory=dict)
-    """(save, index) to key and slot."""
-    ids: int = 0
 
 
 class CacheWorld:
@@ -119,6 +92,7 @@ class CacheWorld:
         self.workers: dict[int, Worker] = {}
         self.looking: dict[tuple[int, int], float] = {}
         self.marks: set[bytes] = set()
+        self.fetches: list[int] = []
         self.counts: Counter[str] = Counter()
         self._clients = 0
         self._carry_out(self.book.watch(WATCHER))
@@ -144,7 +118,7 @@ class CacheWorld:
             (4, self.open), (4, self.save), (12, self.hear), (8, self.close), (8, self.commit),
             (14, self.tier_answers), (2, self.look_up), (5, self.time_passes), (1, self.die),
             (0.5, self.stop_or_go_on), (0.7, self.hang_or_recover), (0.5, self.remove),
-            (0.3, self.pin_or_unpin),
+            (1, self.operate),
         ]  # fmt: skip
         weights, functions = zip(*actions, strict=True)
         (action,) = self.random.choices(functions, weights)
@@ -166,12 +140,23 @@ class CacheWorld:
         """All ranks of an engine want the same chunks."""
         chain, end = self.random.randrange(CHAINS), self.random.randint(1, DEPTH)
         keys = chain_of(chain, self.random.randrange(end), end)
+        if self.random.random() < 0.7:
+            keys = self._known(chain) or keys
         limit_s = self.random.choice([LIMIT_S, LIMIT_S, 0.0])
         for worker in self._ranks():
             worker.ids += 1
             worker.loads[worker.ids] = OpenLoad(keys, self.now + limit_s, set(range(len(keys))))
             message = OpenChunks(load_id=worker.ids, keys=b"".join(keys), limit_s=limit_s)
             self._carry_out(self.book.open(worker.number, message, self.now))
+
+    def _known(self, chain: int) -> list[bytes]:
+        """What a look-up would find of a chain from somewhere on."""
+        tiers, index = self.book.tiers, self.book.arena.index
+        keys = chain_of(chain, 0, DEPTH)
+        there = [bool(index.get(k) or any(t.has(k) for t in tiers)) for k in keys]
+        first = there.index(True) if True in there else DEPTH
+        end = next((i for i in range(first, DEPTH) if not there[i]), DEPTH)
+        return keys[first:end]
 
     def save(self) -> None:
         """All ranks of an engine want to write the same chunks, maybe one of them never asks."""
@@ -302,11 +287,35 @@ class CacheWorld:
             key = self.random.choice(writing)
         self._carry_out([*self.book.remove(key), *self.book.take_effects()])
 
-    def pin_or_unpin(self) -> None:
-        """An operator wants chunks to stay, or not any more."""
-        chain = chain_of(self.random.randrange(CHAINS), 0, DEPTH)
-        index = self.book.arena.index
-        self.random.choice([index.pin, index.unpin, index.unpin])(chain)
+    def operate(self) -> None:
+        """An operator wants chunks to stay, or not any more; brings some up, and lets go of them
+        later; clears a tenant's.
+        """
+        book, loads, chance = self.book, self.book.loads, self.random.random()
+        chain = chain_of(self.random.randrange(CHAINS), 0, self.random.randint(1, DEPTH))
+        if chance < 0.3:
+            index = book.arena.index
+            self.random.choice([index.pin, index.unpin, index.unpin])(chain)
+        elif chance < 0.6:
+            holds = self.random.random() < 0.5
+            effects = loads.prefetch(chain, self.now + LIMIT_S, self.now, holds=holds)
+            self.fetches.append(loads.latest_prefetch)
+            self._carry_out([*effects, *book.take_effects()])
+        elif chance < 0.9 and self.fetches:
+            self._stop_fetching()
+        else:
+            tenant = chain[0][:8].hex()
+            for tier in book.tiers:
+                keys, _ = tier.clear(tenant, keep_pinned=True)
+                book.unmark(keys)
+                self._carry_out([RemoveChunks(tier.number, keys)])
+            loads.void(tenant)
+            book.unmark([entry.key for entry in book.arena.clear(tenant, keep_pinned=True)])
+            self._carry_out([*loads.feed(self.now), *book.take_effects()])
+
+    def _stop_fetching(self) -> None:
+        effects = self.book.loads.stop_fetching(self.fetches.pop(), self.now)
+        self._carry_out([*effects, *self.book.take_effects()])
 
     def hang_or_recover(self) -> None:
         if self.stores:
@@ -432,6 +441,8 @@ class CacheWorld:
         """Every engine ends, every tier answers: nothing may be left over."""
         for engine in ("a", "b"):
             self._kill(engine)
+        while self.fetches:
+            self._stop_fetching()
         self.hanging.clear()
         for _ in range(1000):
             busy = [tier for tier, jobs in self.jobs.items() if jobs]

@@ -125,6 +125,7 @@ class Connector:
                 tensor_parallel=len(memories),
                 transport=config.transport,
                 reports_prefixes=prefix_caching,
+                uses_cache=config.cache is not None,
             ),
             self._load,
             self._is_cached if prefix_caching else None,

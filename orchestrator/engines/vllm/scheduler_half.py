@@ -54,6 +54,7 @@ class SchedulerHalf:
             tensor_parallel=tensor_parallel,
             transport=config.transport,
             reports_prefixes=caches,
+            uses_cache=config.cache is not None,
         )
         cache = None
         if config.cache is not None:

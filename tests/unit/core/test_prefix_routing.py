@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_stubs.core_story import Driver, description, ended, names
+from router_stubs.core_story import Driver, ended, names
 
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core.effects import Effect, StartAlone, StartPair
@@ -183,12 +183,17 @@ def test_the_replacement_of_a_failed_prefill_node_is_chosen_the_same_way() -> No
 
 
 def test_marks_are_wanted_only_where_they_are_of_use() -> None:
-    """By a node that says what it has, or loads from a cache; never with prefix_routing off."""
-    driver = Driver("p0", "d0")
-    assert not driver.core.wants_marks
-    driver.join("p1", uses_cache=True)
-    assert driver.core.wants_marks
-    off = Driver("d0", placement={"prefix_routing": False})
-    off.join("p0", reports_prefixes=True)
-    assert not off.core.wants_marks
-    assert description("p0").reports_prefixes is False
+    """By a cache; or by nodes that say what they have, of which one is to be chosen, or on which it
+    depends whether a prompt is split. Never with prefix_routing off.
+    """
+    assert not Driver("p0", "p1", "d0").core.wants_marks
+    alone = Cluster("p0", "d0")
+    assert not alone.core.wants_marks
+    alone.add("d1")
+    assert alone.core.wants_marks
+    alone.do(ev.NodeDied("d0", "d0-1", "killed"))
+    assert not alone.core.wants_marks
+    alone.add("d1", uses_cache=True)
+    assert alone.core.wants_marks
+    assert Cluster("d0", placement={"min_uncached_tokens": 1}).core.wants_marks
+    assert not Cluster("p0", "p1", placement={"prefix_routing": False}).core.wants_marks

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from router_stubs.engine import Asked
 
 PROMPT = "A sentence of some length that goes on and on. " * 50
-NODES = {"reports_prefixes": True}
+NODES = {"reports_prefixes": True, "uses_cache": True}
 KEYS = {"sk-1": "acme", "sk-2": "other"}
 
 
@@ -57,10 +57,10 @@ async def test_all_legs_of_a_prompt_carry_its_marks() -> None:
 
 @pytest.mark.parametrize("why", ["off", "no use", "short"])
 async def test_no_marks_are_made_where_nobody_could_use_them(why: str) -> None:
-    """Routing by prefixes is off, no node says what it has, or the prompt is short."""
+    """Routing by prefixes is off, there is nothing to choose, or the prompt is short."""
     policy = {"prefix_routing": why != "off"}
     async with stub_cluster(policy=policy) as cluster:
-        engine = await cluster.add_node("d0", reports_prefixes=why != "no use")
+        engine = await cluster.add_node("d0", **(NODES | {"uses_cache": why != "no use"}))
         await ask(cluster, **({"prompt": PROMPT[:500]} if why == "short" else {}))
         assert "kv_transfer_params" not in engine.asked[0].body
 
