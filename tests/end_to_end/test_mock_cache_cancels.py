@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEADLINE_S = 20.0
+ALWAYS_SPLIT = "{prefix_routing: false}"
+"""Also prompts that the decode node could load by itself."""
 
 
 async def test_a_client_that_leaves_during_a_load(tmp_path: Path) -> None:
@@ -27,7 +29,9 @@ async def test_a_client_that_leaves_during_a_load(tmp_path: Path) -> None:
         f"{{type: disk, capacity_bytes: 8 MiB, path: {folder}}}]"
     )
     (prompt,) = prompts_of(1, chunks=3, start=700)
-    async with cached_cluster(tmp_path, tiers, step_tokens=64, seconds_per_step=0.05) as cached:
+    async with cached_cluster(
+        tmp_path, tiers, step_tokens=64, seconds_per_step=0.05, policy=ALWAYS_SPLIT
+    ) as cached:
         await cached.text(prompt)
         await cached.rest()
         await cached.restart_server()

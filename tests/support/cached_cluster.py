@@ -32,6 +32,7 @@ name: {name}
 engine: mock
 model: {{path: mock}}
 router: {{port: 0, node_silence_limit_s: 3, first_token_deadline_s: 15, request_deadline_s: 30}}
+policy: {policy}
 supervision:
   {{restart_delay_s: 0.1, restart_delay_limit_s: 0.2, restart_limit: 1000, stop_timeout_s: 3}}
 prefill: &pool
@@ -138,6 +139,7 @@ async def cached_cluster(
     staging: int = 4 * SLOT,
     step_tokens: int = 256,
     seconds_per_step: float = 0.0,
+    policy: str = "{}",
 ) -> AsyncIterator[CachedCluster]:
     """It serves inside; afterwards it is idle, its engines and its cache server have not died, and
     no log tells of a fault.
@@ -146,7 +148,7 @@ async def cached_cluster(
     text = CACHED.format(
         name=f"cached-{folder.name}"[:40].rstrip("-_").replace("_", "-"), socket=socket,
         staging=staging, tiers=tiers, ranks=ranks, replicas=replicas,
-        step_tokens=step_tokens, seconds_per_step=seconds_per_step,
+        step_tokens=step_tokens, seconds_per_step=seconds_per_step, policy=policy,
     )  # fmt: skip
     async with running_cluster(folder, text) as cluster:
         check = await IdleCheck.begin(cluster)

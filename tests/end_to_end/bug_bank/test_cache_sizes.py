@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from support.bank_client import LONG
 from support.cached_cluster import CACHED, CHUNK_TOKENS, SLOT, cached_cluster, prompts_of
 from support.up_process import UpProcess
 
@@ -23,7 +24,7 @@ NORMAL_S = 15.0
 LONG_CHUNKS = 12
 
 
-@pytest.mark.parametrize("arena", ["no cpu tier", "cpu tier"])
+@pytest.mark.parametrize("arena", ["no cpu tier", pytest.param("cpu tier", marks=LONG)])
 async def test_a_prompt_larger_than_the_arena(tmp_path: Path, arena: str) -> None:
     """A31 (LMCache/LMCache#2942): room for four chunks in memory, as staging or as a cpu tier, and
     a prompt of twelve on disk. After a new start of the cache server it is asked for together with
@@ -94,6 +95,7 @@ def test_more_than_the_machine_has(tmp_path: Path, kind: str) -> None:
             replicas=1,
             step_tokens=256,
             seconds_per_step=0.0,
+            policy="{}",
         )
     )
     up = UpProcess(config, tmp_path)

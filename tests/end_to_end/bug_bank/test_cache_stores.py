@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from support.store_servers import StoreServer
 
 PREFIX = b"splitserve:"
-SLOW: dict[str, Any] = {"step_tokens": 64, "seconds_per_step": 0.04}
+SLOW: dict[str, Any] = {"step_tokens": 64, "seconds_per_step": 0.02}
 """An engine for which a load of some chunks pays, whatever the machine is doing besides."""
 WAIT_S = 20.0
 """For hits to come back: the breaker's pauses and a loaded machine."""
