@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,7 +89,7 @@ class CachedPrompt:
     hits: Hits | None = None
     has_waited: bool = False
     limit_chunks: int = 1 << 30
-    """Chunks from this one on have failed to come, or cannot be read."""
+    """Chunks from this one on have failed to come."""
     loads: int = 0
     was_parked: bool = False
     """It has waited for tokens from outside; asked again, they did not come."""
@@ -346,10 +346,11 @@ class EngineCache:
             prompt.has_waited = True
             prompt.hits = self._lookups.answer(prompt.lookup_id, wait_s)
             if prompt.hits is not None:
-                prompt.limit_chunks = self._readable(prompt.keys[: len(prompt.hits.tiers)])
-                prompt.lookup_id = None
                 self.counters["asked_chunks"] += len(prompt.keys)
                 self.counters["hit_chunks"] += len(prompt.hits.tiers)
+                readable = self._readable(prompt.keys[: len(prompt.hits.tiers)])
+                prompt.hits = replace(prompt.hits, tiers=prompt.hits.tiers[:readable])
+                prompt.lookup_id = None
         return prompt.hits
 
     def _ask_again(self, prompt: CachedPrompt) -> None:

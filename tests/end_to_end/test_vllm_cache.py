@@ -298,7 +298,7 @@ async def test_two_choices_of_a_cached_prompt(
     warm = await ask(cached, session, prompt, **two)
     assert right == cold.ids == warm.ids
     assert right[0] != right[1]
-    assert warm.known_to_decode == whole(200)
+    assert warm.known_to_decode >= whole(200)
 
 
 async def test_adapters_do_not_share_chunks(

@@ -214,6 +214,17 @@ def test_a_chunk_that_cannot_be_read_is_not_asked_for_again(rig: Rig) -> None:
     assert rig.cache.hit_tokens("s", 0) == CHUNK
 
 
+def test_what_did_not_come_from_a_prefill_node_is_looked_up_again(rig: Rig) -> None:
+    """That node, or another engine, may have saved more of the prompt before it failed."""
+    rig.arrive(30)
+    assert rig.cache.hit_tokens("r", 0) == 0
+    assert rig.cache.allocated("r", IDS, 30) == 0  # All of it is to come from the prefill node.
+    rig.found(0, 0)
+    assert rig.cache.hit_tokens("r", 0) == 2 * CHUNK
+    assert rig.lookups.count == 2
+    assert rig.cache.allocated("r", IDS, 2 * CHUNK) == 2 * CHUNK
+
+
 def test_a_load_that_would_not_pay(rig: Rig) -> None:
     """Once the engine is known to compute fast, one chunk is not worth a load."""
     rig.cache.costs.prefill_tokens_per_s = 1e6
