@@ -4,6 +4,7 @@ not of two.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from splitserve.kv_transfer.cache.engine_cache import PromptIdentity
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
+from splitserve.orchestrator.engines.vllm.scheduler_half import SchedulerHalf
 
 SECRET = bytes(range(32))
 REQUEST = "r"
@@ -28,6 +30,8 @@ class Cache:
 
     def status(self) -> dict[str, float]:
         return {}
+
+    def step_reported(self, *arguments: Any) -> None: ...
 
     def is_loading(self, request_id: str) -> bool:
         return self.is_busy
@@ -81,3 +85,18 @@ def test_a_leg_whose_load_is_over_is_kept(legs: Legs, cache: Cache) -> None:
     cache.is_busy = False
     assert _abort(legs)
     assert legs.settled((REQUEST,), ()) == frozenset()
+
+
+def test_vllm_acts_on_what_is_left(legs: Legs) -> None:
+    """The report that vLLM goes through afterwards names the request as received only."""
+    assert not _abort(legs)
+    half = object.__new__(SchedulerHalf)
+    half._legs = legs
+    output = SimpleNamespace(
+        finished_sending={REQUEST, "other"},
+        finished_recving={REQUEST},
+        kv_connector_worker_meta=None,
+    )
+    half.step_reported(output)  # type: ignore[arg-type]
+    assert output.finished_sending == {"other"}
+    assert output.finished_recving == {REQUEST}
