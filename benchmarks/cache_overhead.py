@@ -43,13 +43,13 @@ HALVES = (0, 1)
 TTFT_TOKENS = 1024
 LOAD_REQUESTS, LOAD_CONCURRENCY = 6, 3
 LOAD_PROMPT_TOKENS, LOAD_ANSWER_TOKENS = 257, 16
-STREAMS, STREAM_REQUESTS = 4, 2
+STREAMS, STREAM_REQUESTS = 4, 1
 SHARED_TOKENS = 128
 STREAM_ANSWER_TOKENS = 130
 ARENA_BYTES = 1_000_000_000
 DISK_BYTES = 8_000_000_000
-LEAST_CHUNKS = 12
-"""Of the 18 of each half: some may be shed while the disk is busy."""
+LEAST_CHUNKS = 9
+"""Of the 14 of each half: some may be shed while the disk is busy."""
 QUANTITIES = ("ttft_ms", "requests_per_s", "itl_p50_ms", "itl_p99_ms")
 
 

@@ -15,7 +15,9 @@ node whose look-up is late computes or receives instead).
 
 Beside it stands the *exposed load*: from the worker's question for the chunks to the last byte in
 its pages, and raw moves of as many bytes in the same round: a plain copy, direct reads of the very
-files one after the other, GETs of the very values with plain redis-py.
+files one after the other, GETs of the very values with plain redis-py. A first token also takes one
+*step* of the engine; the median gap between the answer's tokens stands for it. Raw move and step
+are the floor.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ class Row:
     """Exposed, on the decode node."""
     raw_s: float
     """The same bytes by the raw way of that tier."""
+    step_s: float
+    """Between two tokens of the answer."""
     load_average: float
 
 
@@ -150,12 +154,14 @@ class Bench:
             loaded_from_there=from_there,
             load_s=load_s,
             raw_s=raw_s,
+            step_s=median(found.gaps),
             load_average=round(os.getloadavg()[0], 2),
         )
         print(
             f"round {turn} {shape} {source}: TTFT {row.ttft_s * 1e3:.0f} ms "
             f"({row.cold_share:.4f} of cold), load {load_s * 1e3:.0f} ms, raw {raw_s * 1e3:.0f} ms,"
-            f" equal {row.equal}, from there {from_there}, load average {row.load_average}",
+            f" step {row.step_s * 1e3:.0f} ms, equal {row.equal}, from there {from_there}, "
+            f"load average {row.load_average}",
             flush=True,
         )
         return row
@@ -219,6 +225,11 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
             entry["loaded_from_there"] = sum(row.loaded_from_there for row in found)
             entry["load_ms"] = summarise([row.load_s * 1e3 for row in loaded]).as_dict()
             entry["raw_ms"] = summarise([row.raw_s * 1e3 for row in loaded]).as_dict()
+            entry["step_ms"] = summarise([row.step_s * 1e3 for row in loaded]).as_dict()
+            colds = [row.ttft_s / row.cold_share for row in loaded]
+            floors = [row.raw_s + row.step_s for row in loaded]
+            shares = [floor / cold for floor, cold in zip(floors, colds, strict=True)]
+            entry["floor_share"] = round(median(shares), 4)
             entry["load_over_raw"] = round(median(row.load_s / row.raw_s for row in loaded), 2)
         if source != "cold" and shape == "whole":
             entry["limit"] = LIMITS[source]
@@ -234,7 +245,8 @@ def sections(results: dict[str, Any]) -> list[str]:
         share = entry["cold_share"]
         source = entry["source"]
         met = {True: "met", False: "MISSED"}.get(entry.get("met"), "")
-        loads = [entry[key]["median"] if key in entry else None for key in ("load_ms", "raw_ms")]
+        keys = ("load_ms", "raw_ms", "step_ms")
+        loads = [entry[key]["median"] if key in entry else None for key in keys]
         lines.append(
             [
                 entry["shape"],
@@ -244,6 +256,7 @@ def sections(results: dict[str, Any]) -> list[str]:
                 f"{share['median']:.4f} [{share['low']:.4f} to {share['high']:.4f}]",
                 f"{entry['limit']} {met}" if "limit" in entry else "",
                 *("" if value is None else f"{value:.0f}" for value in loads),
+                f"{entry['floor_share']:.4f}" if source != "cold" else "",
                 f"{entry['loaded_from_there']}/{entry['count']}" if source != "cold" else "",
             ]
         )
@@ -255,6 +268,8 @@ def sections(results: dict[str, Any]) -> list[str]:
         "limit",
         "exposed load ms",
         "raw ms",
+        "step ms",
+        "floor of cold",
         "from there",
     ]
     return [
