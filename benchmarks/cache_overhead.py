@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 256
 LIMIT = 0.02
+MISSED = "MISSED"
 HALVES = (0, 1)
 TTFT_TOKENS = 1024
 LOAD_REQUESTS, LOAD_CONCURRENCY = 6, 3
@@ -206,8 +207,15 @@ def result(rows: list[Row], quantity: str) -> dict[str, Any]:
         "ratio_of_starts": [round(value, 4) for value in by_start],
         "ratio_of_rounds": summarise(list(ratios.values())).as_dict(),
         "aa_spread": round(noise, 4),
-        "met": _cost(quantity, ratio) <= max(LIMIT, noise) if "itl" not in quantity else None,
+        "verdict": "" if "itl" in quantity else _verdict(_cost(quantity, ratio), noise),
     }
+
+
+def _verdict(cost: float, noise: float) -> str:
+    """A cost inside a large spread is not shown to be small; the report says which one it is."""
+    if cost <= LIMIT:
+        return "within 2 %"
+    return "inside the A/A spread" if cost <= noise else MISSED
 
 
 def _cost(quantity: str, ratio: float) -> float:
@@ -224,11 +232,11 @@ def sections(results: dict[str, Any]) -> list[str]:
             ", ".join(f"{value:.3f}" for value in found["ratio_of_starts"]),
             f"{found['ratio_of_rounds']['low']:.3f} to {found['ratio_of_rounds']['high']:.3f}",
             f"{found['aa_spread']:.3f}",
-            {True: "met", False: "MISSED", None: ""}[found["met"]],
+            found["verdict"],
         ]
         for found in results["results"]
     ]
-    header = ["", "on", "off", "on/off", "per start", "rounds", "A/A", "within 2 % or A/A"]
+    header = ["", "on", "off", "on/off", "per start", "rounds", "A/A", "verdict"]
     return [
         f"{results['starts']} starts with the cores swapped, {results['rounds']} rounds x 2 each; "
         f"TTFT of {TTFT_TOKENS:,} tokens; {LOAD_REQUESTS} requests of {LOAD_PROMPT_TOKENS} tokens, "
@@ -257,7 +265,7 @@ async def main(arguments: argparse.Namespace) -> int:
     title = "The cost of a cache with nothing to reuse"
     path = report.write(arguments.name or "cache-overhead", title, results, sections(results))
     print(path.read_text())
-    return 0 if all(found["met"] is not False for found in results["results"]) else 1
+    return 0 if all(found["verdict"] != MISSED for found in results["results"]) else 1
 
 
 def parse() -> argparse.Namespace:
