@@ -92,6 +92,9 @@ class CacheThread:
         self._step = 0
         self._step_saves = False
         self._stopping = False
+        self._open_loads = 0
+        """As the engine's thread knows them."""
+        self._load_ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"splitserve-cache-{rank}", daemon=True
@@ -107,6 +110,7 @@ class CacheThread:
     def begin_step(self, orders: CacheOrders) -> None:
         """Tell the thread what this step is about, before its forward pass."""
         self._step = orders.step
+        self._open_loads += len(orders.loads)
         self._step_saves = any(not save.is_final for save in orders.saves)
         if not orders.is_empty:
             self._command("orders", orders)
@@ -122,14 +126,22 @@ class CacheThread:
             self._step_saves = False
             self._command("end", None)
 
-    def take_news(self) -> CacheNews:
-        """What has ended since the last call. Raises when the thread has died."""
+    def take_news(self, wait_s: float = 0.0) -> CacheNews:
+        """What has ended since the last call. Raises when the thread has died.
+
+        Waits for the end of a load if one is open, for at most ``wait_s``: an engine that has
+        nothing else to do leaves the processor to the copy.
+        """
+        if wait_s and self._open_loads:
+            self._load_ended.wait(wait_s)
         if self._failure is not None:
             raise RuntimeError(f"the cache thread has died: {self._failure}") from self._failure
         with self._lock:
             news = CacheNews(tuple(self._loaded), tuple(self._saved), self._step)
             self._loaded.clear()
             self._saved.clear()
+            self._load_ended.clear()
+        self._open_loads -= len(news.loaded)
         self._step = 0
         return news
 
@@ -165,6 +177,7 @@ class CacheThread:
         except BaseException as error:
             logger.exception("the cache thread died")
             self._failure = error
+            self._load_ended.set()
         finally:
             self._disconnect("the engine stops")
 
@@ -333,5 +346,7 @@ class CacheThread:
         with self._lock:
             self._loaded += loaded
             self._saved += saved
+            if loaded:
+                self._load_ended.set()
             self._counters = {f"cache_{name}": float(value) for name, value in counters.items()}
             self._counters["cache_connected"] = float(self._connection is not None)

@@ -47,6 +47,8 @@ class StepMetadata(KVConnectorMetadata):
 
     orders: StepOrders
     cache_orders: CacheOrders
+    computes: bool
+    """Whether anything is computed in this step."""
 
 
 @dataclass
@@ -139,7 +141,9 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers are told before this step."""
-        return StepMetadata(*self._scheduler_half.build_orders(scheduler_output))
+        orders, cache_orders = self._scheduler_half.build_orders(scheduler_output)
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        return StepMetadata(orders, cache_orders, computes)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers reported after a step."""
@@ -171,7 +175,11 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         """Before the step's forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        self._worker_half.begin_step(connector_metadata.orders, connector_metadata.cache_orders)
+        self._worker_half.begin_step(
+            connector_metadata.orders,
+            connector_metadata.cache_orders,
+            computes=connector_metadata.computes,
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: grants leave when the step begins, pages arrive by themselves."""

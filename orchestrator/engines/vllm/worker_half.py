@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOAD_WAIT_S = 5e-3
+"""How long a step that computes nothing waits for a load from the cache: without that, the engine's
+processes would step on and on beside the copy.
+"""
+
 
 class RankReport(NamedTuple):
     """What one rank's transfer thread says of itself."""
@@ -50,6 +55,7 @@ class WorkerHalf:
         self._cache: CacheThread | None = None
         self._cache_news = CacheNews()
         self._joined = JoinedReceives()
+        self._wait_s = 0.0
         self._last_report = RankReport({}, RankHoldings())
         self.rank: int = 0
 
@@ -101,8 +107,9 @@ class WorkerHalf:
         assert self._thread is not None, "the KV memory was not registered"
         return self._thread
 
-    def begin_step(self, orders: StepOrders, cache_orders: CacheOrders) -> None:
-        """Before the forward pass."""
+    def begin_step(self, orders: StepOrders, cache_orders: CacheOrders, *, computes: bool) -> None:
+        """Before the forward pass, if the step ``computes`` anything."""
+        self._wait_s = 0.0 if computes else LOAD_WAIT_S
         self._joined.begin_step(orders, cache_orders)
         if self._cache is not None:
             self._cache.begin_step(cache_orders)
@@ -133,7 +140,7 @@ class WorkerHalf:
     def take_results(self) -> TransferResults:
         """What has finished since the last step."""
         if self._cache is not None:
-            news = self._cache.take_news()
+            news = self._cache.take_news(self._wait_s)
             self._cache_news = self._cache_news.followed_by(news)
             return self._joined.results(self._transfers.take_results(), news)
         return self._transfers.take_results()

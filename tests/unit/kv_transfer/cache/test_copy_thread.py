@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -263,3 +264,20 @@ def test_stopping_closes_the_connection(worker: Worker, server: Server) -> None:
     worker.thread.stop()
     assert server.hear() is None
     worker.thread.stop()
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load(worker: Worker, server: Server) -> None:
+    """Its news has the load that ends meanwhile; without an open load there is nothing to wait for,
+    and what waits is bounded by its time.
+    """
+    began = time.monotonic()
+    assert worker.thread.take_news(DEADLINE_S).is_empty
+    connected(worker, server)
+    worker.thread.begin_step(orders(loads=1))
+    assert worker.thread.take_news(0.001).is_empty  # The server has not answered.
+    assert isinstance(server.hear(), OpenChunks)
+    server.hang_up()
+    (loaded,) = worker.thread.take_news(DEADLINE_S).loaded
+    assert loaded.chunks == 0
+    assert worker.thread.take_news(DEADLINE_S).is_empty
+    assert time.monotonic() - began < DEADLINE_S
