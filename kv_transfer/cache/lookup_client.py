@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Between two attempts to connect."""
+"""Between two attempts to connect, when the first one failed."""
 SILENCE_LIMIT = 3
 """Unanswered look-ups in a row, after which the server is left alone."""
 REST_S = 5.0
@@ -146,11 +146,11 @@ class LookupClient:
             return True
         if now < self._next_try or self.is_refused:
             return False
-        self._next_try = now + RETRY_S
         try:
             self._connection = packets.connect(self._path)
             packets.send(self._connection, self._hello)
         except packets.PeerGoneError:
+            self._next_try = now + RETRY_S
             self.close()
             return False
         self._receiver = packets.Receiver(self._connection, self._decoder)

@@ -61,7 +61,13 @@ USERS_FACTOR_LIMIT = 8
 @click.option(
     "--tier", "tiers", multiple=True, metavar="NAME=SIZE", help="A tier, such as cpu=64GB."
 )
-@click.option("--policy", default="s3fifo", show_default=True, type=click.Choice(sorted(POLICIES)))
+@click.option(
+    "--policy",
+    default="s3fifo",
+    show_default=True,
+    type=click.Choice(sorted(POLICIES)),
+    help="How the cache chooses what goes.",
+)
 @click.option(
     "--users-factor",
     default=1,
