@@ -12,7 +12,7 @@ from splitserve.kv_transfer.cache.arena_book import ArenaBook, ArenaEntry
 from splitserve.kv_transfer.cache.book_effects import AskTier, Effect, ProbeTier, Send
 from splitserve.kv_transfer.cache.chunk import Chunk
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry, same_content
-from splitserve.kv_transfer.cache.keys import split_keys
+from splitserve.kv_transfer.cache.keys import JoinedKeys, split_keys
 from splitserve.kv_transfer.cache.load_book import LoadBook
 from splitserve.kv_transfer.cache.mark_book import MarkBook
 from splitserve.kv_transfer.cache.messages import (
@@ -46,7 +46,7 @@ class PendingLookup:
 
     client: int
     lookup_id: int
-    keys: list[bytes]
+    keys: Sequence[bytes]
     tiers: bytearray
     until: float
     to_ask: list[TierBook]
@@ -142,7 +142,7 @@ class CacheBook:
 
     def lookup(self, client: int, message: Lookup, now: float) -> list[Effect]:
         """How many leading chunks are there, and where."""
-        keys = split_keys(message.keys)
+        keys = JoinedKeys(message.keys)
         self.counters["lookups"] += 1
         self.counters["chunks_asked"] += len(keys)
         found = bytearray()
@@ -168,7 +168,7 @@ class CacheBook:
         if not has_failed:
             pending.asked.health.answered(elapsed_s)
             # Others remove and evict there: what is computed again has to be written again.
-            absent = pending.keys[len(pending.tiers) + present :]
+            absent = list(pending.keys[len(pending.tiers) + present :])
             pending.asked.forget(absent)
             self.unmark(absent)
         pending.tiers += bytes([pending.asked.number]) * present
@@ -399,7 +399,7 @@ class CacheBook:
         assert self.geometry is not None
         return Chunk(0, self.geometry, 1, b"")
 
-    def _walk(self, keys: list[bytes], found: bytearray, now: float) -> None:
+    def _walk(self, keys: Sequence[bytes], found: bytearray, now: float) -> None:
         """Extend ``found`` as far as the tiers whose content is known here reach."""
         while len(found) < len(keys):
             at = len(found)
@@ -427,7 +427,7 @@ class CacheBook:
         ask_id = self.new_ask()
         pending.asked_at = now
         self._pending[ask_id] = pending
-        return AskTier(pending.asked.number, ask_id, pending.keys[len(pending.tiers) :])
+        return AskTier(pending.asked.number, ask_id, list(pending.keys[len(pending.tiers) :]))
 
     def _ask_next(self, pending: PendingLookup, now: float) -> list[Effect]:
         while pending.to_ask and len(pending.tiers) < len(pending.keys):

@@ -13,13 +13,14 @@ tenant's chunks; the tenant's secret salt is in the hash.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 from blake3 import blake3
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 KEY_BYTES = 32
 TAG_BYTES = 8
@@ -75,6 +76,39 @@ def split_keys(joined: bytes) -> list[bytes]:
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are no whole number of keys")
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+
+
+class JoinedKeys(Sequence[bytes]):
+    """The keys of a message, cut out when they are looked at: a look-up looks at few."""
+
+    __slots__ = ("_first", "_joined", "_length")
+
+    def __init__(self, joined: bytes, first: int = 0) -> None:
+        """From key number ``first`` on. Raises ``ValueError`` for no whole number of keys."""
+        if len(joined) % KEY_BYTES:
+            raise ValueError(f"{len(joined)} bytes are no whole number of keys")
+        self._joined = joined
+        self._first = first
+        self._length = max(0, len(joined) // KEY_BYTES - first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, place: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(place, slice):
+            if place.stop is None and place.step is None:
+                return JoinedKeys(self._joined, self._first + (place.start or 0))
+            return list(self)[place]
+        if not 0 <= place < self._length:
+            raise IndexError(place)
+        at = (self._first + place) * KEY_BYTES
+        return self._joined[at : at + KEY_BYTES]
 
 
 class KeyChain:

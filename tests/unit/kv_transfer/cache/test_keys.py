@@ -11,6 +11,7 @@ import pytest
 from splitserve.kv_transfer.cache.keys import (
     KEY_BYTES,
     NO_TENANT,
+    JoinedKeys,
     KeyChain,
     Media,
     chunk_keys,
@@ -124,3 +125,19 @@ def test_joined_keys() -> None:
     assert split_keys(b"".join(keys())) == keys()
     with pytest.raises(ValueError, match="no whole number"):
         split_keys(b"".join(keys())[:-1])
+
+
+def test_joined_keys_are_cut_out_one_by_one() -> None:
+    """As a list of them would be; what is no whole number of keys is refused."""
+    found = keys(tenant=TENANT)
+    joined = JoinedKeys(b"".join(found))
+    assert list(joined) == found
+    assert list(joined[1:]) == found[1:]
+    assert list(joined[1:][2:]) == found[3:]
+    assert joined[1:][0] == found[1]
+    assert len(joined[9:]) == 0
+    assert joined[1:3] == found[1:3]
+    with pytest.raises(IndexError):
+        joined[4]
+    with pytest.raises(ValueError, match="no whole number"):
+        JoinedKeys(b"".join(found)[:-1])
