@@ -77,7 +77,6 @@ class CacheBook:
         self.loads = LoadBook(self.arena, self.tiers, self._used, self._was_brought, self._blank)
         self.saves = SaveBook(self.arena)
         self.geometry: ChunkGeometry | None = None
-        self.models: Counter[bytes] = Counter()
         self.engines: dict[int, Hello] = {}
         """By client."""
         self.counters: Counter[str] = Counter()
@@ -111,7 +110,6 @@ class CacheBook:
         """An engine's scheduler or worker has come."""
         refusal = self._why_not(message)
         if not refusal:
-            self.models[message.model] += 1
             self.engines[client] = message
             if message.rank >= 0:
                 self.writers[client] = Writer(

@@ -24,6 +24,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from splitserve.kv_transfer.cache.engine_cache import GAUGES
 from splitserve.orchestrator.core.audit import REMEDIES
 from splitserve.orchestrator.core.breaker import BreakerState
 
@@ -250,14 +251,23 @@ class _CoreCollector(Collector):
         counters = CounterMetricFamily(
             "splitserve_connector", "Counters of the connectors", labels=("node", "counter")
         )
+        gauges = GaugeMetricFamily(
+            "splitserve_cache_client",
+            "What an engine holds for the shared cache now, and what it measures",
+            labels=("node", "figure"),
+        )
         for node in nodes:
-            values = sorted(node.state.counters.items()) if node.state else []
+            reported = node.state.counters if node.state else {}
+            for name in sorted(GAUGES & reported.keys()):
+                gauges.add_metric([node.name, name], reported[name])
+            values = sorted((n, v) for n, v in reported.items() if n not in GAUGES)
             shown, rest = values[:_NODE_COUNTERS_LIMIT], values[_NODE_COUNTERS_LIMIT:]
             if rest:
                 shown.append(("other", sum(value for _, value in rest)))
             for name, value in shown:
                 counters.add_metric([node.name, name], value)
         yield counters
+        yield gauges
 
     def _differences(self, nodes: list[Node]) -> Metric:
         """One value per node and kind, also where nothing differs."""

@@ -13,6 +13,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from support.mock_cluster import TOKENS, Cluster, alone, prompt_of, running_cluster
@@ -113,6 +114,30 @@ async def test_the_second_request_hits(cluster: Cluster) -> None:
     assert await cluster.text(prompt) == alone(prompt)
     async with spending(cluster, at_most=31 + 1):
         assert await cluster.text(prompt) == alone(prompt)
+
+
+async def test_estimates_and_outcomes_are_metrics(cluster: Cluster) -> None:
+    """What only grows is a counter, what goes up and down a gauge, each under its node."""
+    prompt = prompt_of(3 * CHUNK + 5, start=9)
+    for _ in range(2):
+        await cluster.text(prompt)
+
+    async def shown() -> str:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{cluster.url}/metrics") as response,
+        ):
+            return await response.text()
+
+    expected = [
+        f'splitserve_connector_total{{counter="cache_{name}",node="decode-0"}}'
+        for name in ("load_estimate_seconds", "load_outcome_seconds", "hit_chunks")
+    ] + ['splitserve_cache_client{figure="cache_connected",node="decode-0"} 1.0']
+    end = time.monotonic() + 10.0
+    while not all(line in (text := await shown()) for line in expected):
+        assert time.monotonic() < end, [line for line in expected if line not in text]
+        await asyncio.sleep(POLL_S)
+    assert 'counter="cache_connected"' not in text
 
 
 async def test_turn_two_hits_the_answer_of_turn_one(cluster: Cluster) -> None:
