@@ -134,9 +134,11 @@ async def test_estimates_and_outcomes_are_metrics(cluster: Cluster) -> None:
         for name in ("load_estimate_seconds", "load_outcome_seconds", "hit_chunks")
     ] + ['splitserve_cache_client{figure="cache_connected",node="decode-0"} 1.0']
     end = time.monotonic() + 10.0
-    while not all(line in (text := await shown()) for line in expected):
-        assert time.monotonic() < end, [line for line in expected if line not in text]
+    text = await shown()
+    while missing := [line for line in expected if line not in text]:
+        assert time.monotonic() < end, missing
         await asyncio.sleep(POLL_S)
+        text = await shown()
     assert 'counter="cache_connected"' not in text
 
 
