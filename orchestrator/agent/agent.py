@@ -51,6 +51,7 @@ from splitserve.orchestrator.agent.readiness import (
     WrongEngineError,
     answer_of,
     wait_until_ready,
+    warm_up,
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
@@ -229,7 +230,7 @@ class Agent:
         environ = clean_environment({NODE_MARKER_ENV: self.node.name})
         environ |= secret_environment(self._secret, api_key)
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
-        return Life(incarnation, api_key, time.monotonic(), engine)
+        return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
 
     def _note(self, incarnation: str) -> None:
         """For the agent after this one; a full disk must not keep the node away."""
@@ -252,6 +253,8 @@ class Agent:
                     lambda: self._connect_endpoint(self.node.endpoint_address, self._secret),
                     life.incarnation,
                 )
+                if life.warm_up is not None:
+                    await warm_up(self.node.engine_url, life.api_key, life.warm_up)
         except TimeoutError:
             return f"not ready within startup_timeout_s = {limit:.0f} s"
         except WrongEngineError as error:

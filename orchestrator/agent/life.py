@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.engine_process import EngineProcess
@@ -22,6 +22,8 @@ class Life:
     started: float
     engine: EngineProcess
     endpoint: Endpoint | None = None
+    warm_up: dict[str, Any] | None = None
+    """What it is asked before it takes part."""
     was_ready: bool = False
     last_answer: float = field(default_factory=time.monotonic)
     drain: Drain | None = None

@@ -1,5 +1,5 @@
-"""When an engine is ready: its HTTP server says healthy and its connector's endpoint describes
-itself.
+"""When an engine is ready: its HTTP server says healthy, its connector's endpoint describes itself,
+and it has answered once.
 """
 
 from __future__ import annotations
@@ -101,6 +101,24 @@ async def wait_until_ready(
         endpoint.close()
         raise
     return endpoint, description
+
+
+async def warm_up(engine_url: str, api_key: str, body: dict[str, Any]) -> None:
+    """The engine has answered that completion; why not, if it has not, is logged: it serves all the
+    same. The caller holds the deadline.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"}
+    timeout = aiohttp.ClientTimeout(total=None)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.post(f"{engine_url}/v1/completions", json=body) as response,
+        ):
+            text = await response.text()
+            if response.status != 200:
+                _log.warning("the warm-up got status %d: %.300s", response.status, text)
+    except (aiohttp.ClientError, OSError) as error:
+        _log.warning("the warm-up got no answer: %r", error)
 
 
 async def _wait_for_health(engine_url: str) -> None:

@@ -37,6 +37,10 @@ class EngineCommand:
 
     argv: tuple[str, ...]
     env: dict[str, str]
+    warm_up: dict[str, Any] | None = None
+    """A completion to ask for before the node takes part, so that what the engine compiles in its
+    first steps keeps no client waiting; None when it compiles nothing.
+    """
 
 
 def engine_command(

@@ -83,6 +83,7 @@ async def test_text_equals_one_engine(
                 assert second["token_ids"] == plain["token_ids"], f"{len(prompt)} tokens, at once"
         sources = max(1, prefill // decode)
         expected = sorted(sources * LAYERS * -(-n // BLOCK) for n in lengths for _ in range(decode))
-        assert sorted(record["pages"] for record in records) == expected
+        pages = sorted(record["pages"] for record in records)
+        assert pages == expected, "\n".join(map(str, records))
     finally:
         stop_split(split)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitserve.orchestrator.engines.command import (
     EngineCommand,
@@ -34,7 +34,16 @@ def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: st
     argv += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     argv += ["--kv-transfer-config", _kv_transfer_config(config, node, incarnation)]
     argv += passed_on_arguments(node)
-    return EngineCommand(tuple(argv), _environment(node, model) | node.settings.env)
+    environment = _environment(node, model) | node.settings.env
+    return EngineCommand(tuple(argv), environment, _warm_up(config))
+
+
+def _warm_up(config: ClusterConfig) -> dict[str, Any]:
+    """A step over several tokens and one over a single one: vLLM compiles each of the two kinds
+    when it first comes, which takes 13 s with tensor parallelism and an empty compiler cache.
+    """
+    prompt = list(range(1, 9))
+    return {"model": config.model.name, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
 
 
 def omp_binding(cpus: tuple[int, ...], ranks: int) -> str:

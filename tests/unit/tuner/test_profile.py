@@ -1,0 +1,85 @@
+"""A profile is read as it was written, and refused with the field that is wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from splitserve.orchestrator.tuner.profile import (
+    DecodeTime,
+    EngineLimits,
+    Estimate,
+    PrefillTime,
+    Profile,
+    ProfileError,
+    TransferTime,
+    exactly,
+    parse_profile,
+    write_profile,
+)
+
+PROFILE = Profile(
+    model="m",
+    engine="mock 1",
+    hardware="none",
+    limits=EngineLimits(
+        step_tokens=512, sequences=16, block_tokens=16, total_blocks=1000, max_model_len=4096
+    ),
+    kv_bytes_per_token=1000,
+    prefill=PrefillTime(exactly(0.01), Estimate(0.001, 0.0009, 0.0011), exactly(1e-6)),
+    decode=DecodeTime(exactly(0.02), exactly(0.001), exactly(1e-5)),
+    transfers=(
+        TransferTime("", "", exactly(0.002), exactly(1e9)),
+        TransferTime("p", "d", exactly(0.5), exactly(1e6)),
+    ),
+)
+
+
+def test_is_read_as_it_was_written() -> None:
+    """Nothing is lost in the file."""
+    assert parse_profile(write_profile(PROFILE), "p.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("limits", "sequences"), 0, "$.limits.sequences"),
+        (("prefill", "base_s", "value"), -1, "$.prefill.base_s.value"),
+        (("prefill", "token_s", "low"), 1.0, "$.prefill.token_s"),
+        (("version",), 99, "version 99"),
+        (("transfers",), [], "$.transfers"),
+    ],
+)
+def test_names_the_field(path: tuple[str, ...], value: object, said: str) -> None:
+    """A wrong value is refused by its place."""
+    tree = msgspec.json.decode(write_profile(PROFILE))
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ProfileError, match=r"p\.json") as caught:
+        parse_profile(msgspec.json.encode(tree), "p.json")
+    assert said in str(caught.value)
+
+
+def test_no_json() -> None:
+    """A file that is something else is refused."""
+    with pytest.raises(ProfileError, match=r"p\.json is no JSON"):
+        parse_profile(b"prefill: 1", "p.json")
+
+
+def test_a_mixed_step_reads_the_weights_once() -> None:
+    """The smaller base is saved; a step of one kind is that kind's time."""
+    alone = PROFILE.prefill.seconds(100, 50)
+    decode = PROFILE.decode.seconds(4, 2000)
+    attended = 100 * (50 + 50)
+    assert PROFILE.step_seconds(100, attended, 0, 0) == pytest.approx(alone)
+    assert PROFILE.step_seconds(0, 0, 4, 2000) == pytest.approx(decode)
+    assert PROFILE.step_seconds(100, attended, 4, 2000) == pytest.approx(alone + decode - 0.01)
+    assert PROFILE.step_seconds(0, 0, 0, 0) == 0
+
+
+def test_a_pair_that_was_not_measured() -> None:
+    """It is like any pair."""
+    assert PROFILE.transfer("p", "d").latency_s.value == 0.5
+    assert PROFILE.transfer("p", "x").latency_s.value == 0.002
