@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from splitserve.orchestrator.agent.readiness import warm_up
+
+if TYPE_CHECKING:
+    import pytest
 
 BODY = {"model": "m", "prompt": [1, 2], "max_tokens": 2}
 
