@@ -54,7 +54,8 @@ from splitserve.orchestrator.agent.readiness import (
     warm_up,
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
-from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
+from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
+from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Agent:
         connect_endpoint: Callable[[str, bytes], Endpoint],
     ) -> None:
         self.node = node
-        self.role = node.pool
+        self.role = last_role(run_dir, node.name) or node.pool
         self.phase = "loading"
         self._config = config
         self._model = model
@@ -333,6 +334,7 @@ class Agent:
             host=socket.gethostname(),
             reports_prefixes=description.reports_prefixes,
             uses_cache=description.uses_cache,
+            flip_obstacle=flip_obstacle(self._config),
         )
 
     def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
@@ -387,6 +389,7 @@ class Agent:
                 _log.error("the router will not use %s: %s", self.node.name, reason)
             case SetRole(role=role):
                 self.role = role
+                self._link.set_role(role)
             case Drain() if life is not None and life.incarnation == message.incarnation:
                 life.drain = message
                 self._set_phase("draining")
@@ -425,6 +428,7 @@ class Agent:
             node=self.node.name,
             incarnation=life.incarnation,
             phase=self.phase,
+            role=self.role,
             **(structs.asdict(status) if status is not None else {}),
         ))  # fmt: skip
 
@@ -449,6 +453,7 @@ class Agent:
                 node=self.node.name,
                 phase=self.phase,
                 role=self.role,
+                pool=self.node.pool,
                 stage=life.engine.log.stage if life is not None else "",
                 elapsed_s=round(time.monotonic() - life.started, 1) if life is not None else 0.0,
                 incarnation=life.incarnation if life is not None else "",

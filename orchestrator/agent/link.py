@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
+from msgspec import structs
 
 from splitserve.orchestrator.agent.auth import agent_token
 from splitserve.orchestrator.agent.messages import (
@@ -26,6 +27,7 @@ from splitserve.orchestrator.agent.messages import (
     LoadingProgress,
     NodePrefixes,
     NodeState,
+    Role,
     ToAgent,
 )
 
@@ -90,6 +92,11 @@ class RouterLink:
         self._hello = hello
         self._hello_sent = False
         self._wake.set()
+
+    def set_role(self, role: Role) -> None:
+        """Hellos on later connections say so; the router of this one knows."""
+        if self._hello is not None:
+            self._hello = structs.replace(self._hello, role=role)
 
     def died(self, report: EngineDied) -> None:
         """An engine's processes are proven gone; told now and after each reconnect."""

@@ -46,6 +46,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """It says which beginnings of prompts its prefix cache has."""
     uses_cache: bool = False
     """It loads what its host's cache has."""
+    flip_obstacle: str = ""
+    """Why the node cannot change its role; empty when it can."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -62,6 +64,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     incarnation: str
     phase: str
     """``loading``, ``ready``, ``draining`` or ``dead``."""
+    role: Role = ""
+    """What the agent takes its node's role to be; empty when it does not say."""
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0

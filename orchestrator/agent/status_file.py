@@ -24,6 +24,7 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
     restart) or ``failed`` (will not be restarted).
     """
     role: str
+    """What new work of the node is for, as its agent was told last."""
     stage: str
     """While loading: what the engine does."""
     elapsed_s: float
@@ -32,6 +33,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
     agent_pid: int
     engine_url: str
     log_path: str
+    pool: str = ""
+    """The YAML's pool of the node: its first role."""
     restarts: int = 0
     router_connected: bool = False
     refused: str = ""
@@ -66,3 +69,11 @@ def read_status(run_dir: Path, node: str) -> NodeStatus | None:
         return msgspec.json.decode(status_path(run_dir, node).read_bytes(), type=NodeStatus)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def last_role(run_dir: Path, node: str) -> str:
+    """What the agent before this one, of the same run, took the node's role to be; empty when there
+    was none.
+    """
+    status = read_status(run_dir, node)
+    return status.role if status is not None else ""

@@ -49,6 +49,18 @@ class RouterClient:
             raise RouterSilentError(f"the router answers {status}: {answer}")
         return answer["verdict"], answer["message"]
 
+    def flip(self, node: str, role: str, *, force: bool = False) -> tuple[str, str]:
+        """(verdict, message): ``flipped``, ``same_role`` (nothing to do), or what refuses it:
+        ``unknown_node``, ``leaving``, ``last_decode_node``, ``last_prefill_node`` (unless
+        ``force``), ``not_flippable``.
+        """
+        path = f"/internal/nodes/{quote(node, safe='')}/flip"
+        body = json.dumps({"role": role, "force": force})
+        status, answer = self._ask("POST", path, body)
+        if "verdict" not in answer:
+            raise RouterSilentError(f"the router answers {status}: {answer}")
+        return answer["verdict"], answer["message"]
+
     def audit(self) -> dict[str, Any]:
         """What engines hold and the router does not know of, or the other way round."""
         status, answer = self._ask("GET", "/internal/audit", None)

@@ -48,10 +48,12 @@ class Actions(Endings):
         assert choice is not None
         assert choice.prefill is not None
         request.tried_prefill.add(choice.prefill.description.incarnation)
+        # A decode node that has become a prefill node cannot send pages to itself
         others = [
             node
             for node in self.membership.usable(PREFILL)
             if node.description.incarnation not in request.tried_prefill
+            and node is not choice.decode
         ]
         tokens, limits = request.arrived.prompt_tokens, self.limits.placement
         hits = self.hits_of(request, others)
@@ -162,7 +164,8 @@ class Actions(Endings):
         prefill = choice.prefill
         if self.membership.find(prefill.name, prefill.description.incarnation) is not prefill:
             return None
-        nodes = self.membership.usable(DECODE)
+        # A prefill node that has become a decode node cannot send pages to itself
+        nodes = [node for node in self.membership.usable(DECODE) if node is not prefill]
         hits = self.hits_of(request, nodes)
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.core.draining import Draining
+from splitserve.orchestrator.core.flipping import Flipping
 from splitserve.orchestrator.core.lifecycle import Trigger
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.requests import Request
 
 
-class Admission(Draining):
+class Admission(Flipping):
     """The way into the queue."""
 
     def admit(self, request: Request, now: float) -> list[Effect]:

@@ -10,6 +10,15 @@ from splitserve.orchestrator.agent.messages import NodeDescription
 
 Leg = Literal["prefill", "decode"]
 DrainVerdict = Literal["draining", "unknown_node", "last_decode_node"]
+FlipVerdict = Literal[
+    "flipped",
+    "same_role",
+    "unknown_node",
+    "leaving",
+    "last_decode_node",
+    "last_prefill_node",
+    "not_flippable",
+]
 
 
 class AcceptNode(msgspec.Struct, frozen=True):
@@ -48,6 +57,23 @@ class AnswerDrain(msgspec.Struct, frozen=True):
 
     ticket: int
     verdict: DrainVerdict
+    message: str
+
+
+class SetRole(msgspec.Struct, frozen=True):
+    """Tell the agent what new work of its node is for from now on, also in its engine's next
+    lives.
+    """
+
+    node: str
+    role: str
+
+
+class AnswerFlip(msgspec.Struct, frozen=True):
+    """Tell who asked what became of the request to change a node's role."""
+
+    ticket: int
+    verdict: FlipVerdict
     message: str
 
 
@@ -215,6 +241,8 @@ Effect = (
     | DrainNode
     | DismissNode
     | AnswerDrain
+    | SetRole
+    | AnswerFlip
     | StartPair
     | StartAlone
     | StartPrefill

@@ -82,6 +82,17 @@ class DrainRequested(msgspec.Struct, frozen=True):
     """Then it goes whatever it owes; None: as long as a request may take."""
 
 
+class FlipRequested(msgspec.Struct, frozen=True):
+    """A node is to take new work of another role, and none of its present one."""
+
+    ticket: int
+    """Names the request in ``AnswerFlip``."""
+    node: str
+    role: str
+    is_forced: bool = False
+    """Also when no other prefill node is usable."""
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     """A request that passed authentication and validation wants a place."""
 
@@ -180,6 +191,7 @@ Event = (
     | CachePrefixesReported
     | CacheLost
     | DrainRequested
+    | FlipRequested
     | RequestArrived
     | PrefillAnswered
     | PrefillFailed

@@ -12,8 +12,9 @@ it did not place itself: leases, quarantined pages, other users, and estimates t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from splitserve.kv_transfer.holdings import RECEIVES, SENDS
 from splitserve.orchestrator.core.breaker import Breaker
 
 if TYPE_CHECKING:
@@ -46,12 +47,26 @@ class Returning:
     old_incarnation: str
 
 
+class Owed(NamedTuple):
+    """What a node still owes of the role that it had before."""
+
+    legs: int = 0
+    """Legs of that role that are out to it."""
+    transfers: int = 0
+    """Open transfers of that role, as of its latest report, which names a bounded number."""
+    leased_blocks: int = 0
+    """Blocks that it holds for decode nodes, as of that report."""
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """One life of an engine. Only ``RouterCore`` changes it."""
 
     description: NodeDescription
     role: str
+    """What new work is for. Legs of the other role may still be out: where a leg is counts, not
+    this.
+    """
     phase: str = "loading"
     is_connected: bool = True
     is_silent: bool = False
@@ -81,6 +96,22 @@ class Node:
         """Whether new work may go there."""
         is_heard = self.is_connected and not self.is_silent
         return self.phase == "ready" and is_heard and self.drain is None
+
+    @property
+    def owed(self) -> Owed:
+        """What is left of the role that it had before its last flip."""
+        is_decode = self.role == DECODE
+        legs = self.prefill_legs if is_decode else self.decode_legs
+        if self.state is None:
+            return Owed(legs)
+        side = SENDS if is_decode else RECEIVES
+        transfers = sum(holding.side == side for holding in self.state.holdings)
+        return Owed(legs, transfers, self.state.leased_blocks if is_decode else 0)
+
+    @property
+    def is_flipping(self) -> bool:
+        """Whether it still owes something of the role that it had before."""
+        return any(self.owed)
 
     @property
     def free_blocks(self) -> int:
@@ -117,6 +148,8 @@ class Membership:
         """Reason of the latest refusal by node name."""
         self.returning: dict[str, Returning] = {}
         """Nodes that restart because they were told to, by name, until they are usable again."""
+        self.ordered_roles: dict[str, str] = {}
+        """Roles that nodes were told to take, by name: they outlast engines and connections."""
         self._usable: dict[str, list[Node]] = {}
 
     def usable(self, role: str) -> list[Node]:

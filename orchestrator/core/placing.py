@@ -71,6 +71,10 @@ class Placing(Suspecting, ABC):
         """Who is next in the queue lacks a prefill slot: free decode blocks would not help it."""
 
     @abstractmethod
+    def _weigh_marks(self) -> None:
+        """Say anew whether marks of prompts are wanted; after nodes or roles have changed."""
+
+    @abstractmethod
     def _apply(
         self, request: Request, trigger: Trigger, now: float, reason: str = ""
     ) -> list[Effect]:

@@ -2,9 +2,10 @@
 
 It holds the nodes, the requests and the waiting queue. What may happen to a request in which phase
 is the table in ``lifecycle``; the methods named there are in ``endings``, ``actions`` and
-``recovery``; how nodes leave is in ``draining``. A request that cannot be placed waits in one
-bounded queue (``admission``): tenants take turns, and within a tenant first come is first served;
-only a request that needs no prefill slot may pass one that waits for a slot.
+``recovery``; how nodes leave is in ``draining``, how they change roles in ``flipping``. A request
+that cannot be placed waits in one bounded queue (``admission``): tenants take turns, and within a
+tenant first come is first served; only a request that needs no prefill slot may pass one that waits
+for a slot.
 
 How far a prompt is cached where is what nodes and caches have said (``prefix_index``); it may be
 out of date, and only the choice of nodes depends on it.
@@ -76,6 +77,7 @@ class RouterCore(Admission):
             ev.CachePrefixesReported: self._on_cache_prefixes_reported,
             ev.CacheLost: self._on_cache_lost,
             ev.DrainRequested: self._on_drain_requested,
+            ev.FlipRequested: self._on_flip_requested,
             ev.RequestArrived: self._on_request_arrived,
             ev.PrefillAnswered: self._on_prefill_answered,
             ev.PrefillFailed: self._on_prefill_failed,
@@ -147,17 +149,18 @@ class RouterCore(Admission):
             effects += self._await_no_more(description.node, now)
             return [*effects, RefuseNode(description.node, reason)]
         self.membership.refused.pop(description.node, None)
+        role = self.membership.ordered_roles.get(description.node, event.role)
         if known:
-            known.description, known.role = description, event.role
+            known.description, known.role = description, role
             known.is_connected, known.is_silent = True, False
         else:
-            self.membership.nodes[description.node] = Node(description, event.role)
+            known = self.membership.nodes[description.node] = Node(description, role)
         self._weigh_marks()
         self.membership.changed()
         self._hear(description.node, now)
         self._may_place = True
         missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
-        again = self._drain_orders(known) if known else []
+        again = [*self._role_orders(known, event.role), *self._drain_orders(known)]
         return [*effects, AcceptNode(description.node), *missed, *again]
 
     def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
@@ -173,6 +176,7 @@ class RouterCore(Admission):
         if now >= self.audit.due:
             self._look(now)
         effects = self.fencing.weigh(node, self._deaths, now)
+        effects += self._role_orders(node, state.role)
         if node.is_usable:
             self._has_returned(node)
             return effects

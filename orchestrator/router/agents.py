@@ -150,6 +150,9 @@ class AgentHub:
     def dismiss(self, order: ef.DismissNode) -> None:
         self._send(order.node, msg.Dismiss(incarnation=order.incarnation, at_once=order.at_once))
 
+    def set_role(self, order: ef.SetRole) -> None:
+        self._send(order.node, msg.SetRole(role=order.role))
+
     def announce_death(self, order: ef.AnnounceDeath) -> None:
         for name, connection in self._connections.items():
             if order.node in ("", name):

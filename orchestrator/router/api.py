@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import orjson
 
 from splitserve.kv_transfer.prefix_marks import SPACING_BYTES
@@ -22,13 +21,13 @@ from splitserve.orchestrator.router.cache_api import CACHE_PATH
 from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, read_client_request
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
+from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from splitserve.orchestrator.core.effects import AnswerDrain
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
@@ -45,21 +44,8 @@ if TYPE_CHECKING:
 AGENTS_PATH = "/internal/agents"
 AUDIT_PATH = "/internal/audit"
 TIMELINE_PATH = "/internal/timeline/"
-NODES_PATH = "/internal/nodes/"
-DRAIN_SUFFIX = "/drain"
-DRAIN_STATUS = {"draining": 202, "unknown_node": 404, "last_decode_node": 409}
 JSON = [(b"content-type", b"application/json")]
 TIMELINES_IN_STATUS_LIMIT = 32
-DRAIN_LIMIT_S = 7 * 24 * 3600.0
-"""Longest deadline of a drain."""
-
-
-class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator sends to ``/internal/nodes/NAME/drain``."""
-
-    restart: bool = False
-    force: bool = False
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=DRAIN_LIMIT_S)] | None = None
 
 
 class Api:
@@ -77,6 +63,7 @@ class Api:
         cache: CacheApi | None,
     ) -> None:
         self._driver = driver
+        self._node_orders = NodeOrders(driver)
         self._agents = agents
         self._tenants = tenants
         self._metrics = metrics
@@ -113,8 +100,8 @@ class Api:
                 route(request, connection)
             elif request.method == "GET" and request.path.startswith(TIMELINE_PATH):
                 self._show_timeline(request, connection)
-            elif request.method == "POST" and _drained_node(request.path):
-                self._drain(request, connection)
+            elif request.method == "POST" and ordered_node(request.path):
+                self._order_node(request, connection)
             elif _is_about_cache(request.path):
                 self._manage_cache(request, connection)
             else:
@@ -246,25 +233,14 @@ class Api:
             raise ApiError(404, "no timeline of a request with that id is kept")
         _send_json(connection, 200, record)
 
-    def _drain(self, request: HttpRequest, connection: HttpConnection) -> None:
-        """A node gets no new work, and leaves or restarts when it owes nothing."""
+    def _order_node(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """A node leaves, restarts or changes its role."""
         self._authenticate_operator(request.header(b"authorization"))
-        try:
-            wish = msgspec.json.decode(request.body or b"{}", type=DrainBody)
-        except msgspec.DecodeError as error:
-            raise ApiError(400, str(error)) from error
 
-        def answer(order: AnswerDrain) -> None:
-            told = {"verdict": order.verdict, "message": order.message}
-            _send_json(connection, DRAIN_STATUS[order.verdict], told)
+        def answer(status: int, told: dict[str, str]) -> None:
+            _send_json(connection, status, told)
 
-        self._driver.drain(
-            _drained_node(request.path),
-            restarts=wish.restart,
-            is_forced=wish.force,
-            timeout_s=wish.timeout_s,
-            answer=answer,
-        )
+        self._node_orders.handle(request.path, request.body, answer)
 
     def _manage_cache(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))
@@ -292,13 +268,6 @@ class Api:
 
 def _is_about_cache(path: str) -> bool:
     return path == CACHE_PATH or path.startswith(f"{CACHE_PATH}/")
-
-
-def _drained_node(path: str) -> str:
-    """The NAME in ``/internal/nodes/NAME/drain``; empty for other paths."""
-    if path.startswith(NODES_PATH) and path.endswith(DRAIN_SUFFIX):
-        return path[len(NODES_PATH) : -len(DRAIN_SUFFIX)]
-    return ""
 
 
 def _text(header: bytes | None) -> str:

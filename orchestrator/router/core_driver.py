@@ -20,6 +20,7 @@ from splitserve.orchestrator.core.events import (
     DecodeFailed,
     DrainRequested,
     Event,
+    FlipRequested,
     PrefillFailed,
     TimePassed,
 )
@@ -64,7 +65,8 @@ class CoreDriver:
         self._timer_at = 0.0
         self._shortest_wait_s = core.shortest_wait_s
         self._idle: asyncio.Event | None = None
-        self._operators: dict[int, Callable[[ef.AnswerDrain], None]] = {}
+        self._operators: dict[int, Callable[[Any], None]] = {}
+        """Who waits for the answer to an order, by its ticket."""
         self._tickets = itertools.count(1)
         self._performers: dict[type, Callable[[Any], None]] = {
             ef.StartPair: lambda order: self.exchanges[order.request_id].start_pair(order),
@@ -81,6 +83,8 @@ class CoreDriver:
             ef.DrainNode: agents.drain,
             ef.DismissNode: agents.dismiss,
             ef.AnswerDrain: lambda order: self._operators.pop(order.ticket)(order),
+            ef.AnswerFlip: lambda order: self._operators.pop(order.ticket)(order),
+            ef.SetRole: agents.set_role,
             ef.FailTransfer: agents.fail_transfer,
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
@@ -108,6 +112,24 @@ class CoreDriver:
         self.tell(DrainRequested(ticket, node, restarts, is_forced, timeout_s))
         # A drain's deadline may be nearer than any that the core arms by itself
         self._arm_timer()
+
+    def flip(
+        self,
+        node: str,
+        role: str,
+        *,
+        is_forced: bool = False,
+        answer: Callable[[ef.AnswerFlip], None],
+    ) -> None:
+        """A node is to change its role; ``answer`` is called with the core's verdict."""
+        ticket = next(self._tickets)
+
+        def answered(order: ef.AnswerFlip) -> None:
+            _log.info("flip of %s to %s: %s: %s", node, role, order.verdict, order.message)
+            answer(order)
+
+        self._operators[ticket] = answered
+        self.tell(FlipRequested(ticket, node, role, is_forced))
 
     def tell(self, event: Event) -> None:
         """A fact; its orders are performed before this returns, unless orders are being performed

@@ -219,6 +219,15 @@ class _CoreCollector(Collector):
         yield self._per_node(
             "committed_blocks", "Blocks promised by the router", nodes, lambda n: n.committed_blocks
         )
+        yield self._per_node(
+            "flipping",
+            "1 while the node owes something of the role that it had before",
+            nodes,
+            lambda n: n.is_flipping,
+        )
+        flips = CounterMetricFamily("splitserve_role_flips", "Changes of a node's role")
+        flips.add_metric([], core.flips)
+        yield flips
         yield from self._breakers(nodes)
         for field in _ENGINE_FIGURES:
             yield self._per_node(
