@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ SPREAD_LIMIT = 20.0
 RATE_LIMIT_PER_S = 1e6
 REQUESTS_LIMIT = 2_000_000
 """Most requests that are made here; a longer workload is a mistake in its numbers."""
+
+COMMON_SHARE = 0.05
+"""A block in more of the requests than this stands for no conversation."""
 
 
 class WorkloadError(ValueError):
@@ -151,23 +155,20 @@ def with_rate(requests: Sequence[TraceRequest], rate_per_s: float) -> list[Trace
 
 
 def thinned(requests: Sequence[TraceRequest], share: float, seed: int) -> list[TraceRequest]:
-    """About ``share`` of the requests at their times. Requests whose prompts begin with the same
-    block stay or go together, so that what is left shares as much as before.
+    """About ``share`` of the requests at their times. Requests of one conversation stay or go
+    together, so that what is left shares as much as before.
     """
     if not 0 < share <= 1:
         raise WorkloadError(f"a share of requests is more than 0 and at most 1, not {share:g}")
     random = Random(seed)
-    is_kept: dict[int, bool] = {}
+    uses = Counter(block for request in requests for block in request.blocks)
+    limit = max(1, len(requests) * COMMON_SHARE)
+    stays: dict[int, bool] = {}
     kept = []
-    for request in requests:
-        if not request.blocks:
-            stays = random.random() < share
-        else:
-            first = request.blocks[0]
-            if first not in is_kept:
-                is_kept[first] = random.random() < share
-            stays = is_kept[first]
-        if stays:
+    for number, request in enumerate(requests):
+        # A block that nearly all prompts begin with, a system prompt, tells no conversation
+        own = next((block for block in request.blocks if uses[block] <= limit), -1 - number)
+        if stays.setdefault(own, random.random() < share):
             kept.append(request)
     return kept
 

@@ -98,12 +98,23 @@ def test_requests_at_one_time_have_no_rate() -> None:
 
 
 def test_thinning_keeps_conversations_whole() -> None:
-    """Requests that begin with the same block all stay or all go; about the share stays."""
-    requests = [request(number, number % 100, 1000 + number) for number in range(1000)]
+    """Requests of a conversation all stay or all go, also when all prompts begin alike; about the
+    share stays.
+    """
+    requests = [request(number, 0, 1 + number % 100, 1000 + number) for number in range(1000)]
     kept = thinned(requests, 0.5, seed=2)
-    firsts = {one.blocks[0] for one in kept}
-    assert [one for one in requests if one.blocks[0] in firsts] == kept
+    conversations = {one.blocks[1] for one in kept}
+    assert [one for one in requests if one.blocks[1] in conversations] == kept
     assert 300 < len(kept) < 700
+
+
+def test_requests_that_share_nothing_are_thinned_one_by_one() -> None:
+    """A share of one keeps all."""
+    requests = [request(number) for number in range(1000)]
+    assert 400 < len(thinned(requests, 0.5, seed=2)) < 600
+    assert thinned(requests, 1, seed=2) == requests
+    with pytest.raises(WorkloadError):
+        thinned(requests, 0, seed=2)
 
 
 def test_a_repeated_trace_shares_nothing_between_rounds() -> None:
