@@ -17,7 +17,10 @@ AGGREGATED, ONE, TWO, THREE = (Split(prefill, 4 - prefill) for prefill in range(
 def findings(*finalists: Trial, variant: dict[Split, float] | None = None) -> Findings:
     """Each finalist on the whole workload and under one condition, the same unless it is said."""
     found = {
-        each.split: (each, trial(each.split, (variant or {}).get(each.split, each.share_good)))
+        each.split: (
+            each,
+            trial(each.split, (variant or {}).get(each.split, each.share_good), strain=each.strain),
+        )
         for each in finalists
     }
     return Findings(finalists, (), found)
