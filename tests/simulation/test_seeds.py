@@ -34,19 +34,24 @@ def test_no_seed_violates_an_invariant(summary: Callable[[str], None]) -> None:
     assert total.steps >= STEPS
     assert total.outcomes["ok"] > total.requests * 0.7
     assert total.continuations > SEEDS / 20
+    assert total.flips > SEEDS / 4
     assert total.ended_engines > SEEDS / 40
 
 
 @pytest.mark.timeout(600)
-def test_a_drain_fails_no_request(summary: Callable[[str], None]) -> None:
-    """Nodes restart by order, also the last of a pool, while others are slow and preempt: every
-    request is answered.
+def test_a_drain_or_a_flip_fails_no_request(summary: Callable[[str], None]) -> None:
+    """Nodes restart by order, also the last of a pool, and change their roles, while others are
+    slow and preempt: every request is answered.
     """
     total = _together(drain_many, DRAIN_SEEDS)
     drains = total.faults["drain"]
-    summary(f"{drains:,} drains, nothing but slowness beside them: {total.requests:,} requests, ok")
+    summary(
+        f"{drains:,} drains and {total.flips:,} flips, nothing but slowness beside them: "
+        f"{total.requests:,} requests, ok"
+    )
     assert (total.runs, total.outcomes) == (DRAIN_SEEDS, {"ok": total.requests})
     assert drains > DRAIN_SEEDS
+    assert total.flips > DRAIN_SEEDS / 4
 
 
 def _together(run_share: Callable[[Iterable[int]], Result], seeds: int) -> Result:
