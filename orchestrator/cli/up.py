@@ -197,7 +197,7 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "uptime_s": round(time.time() - record.started, 1),
         "log_dir": record.log_dir,
         "cache": _cache_state(files) if running else "",
-        "flip_obstacle": next((n.flip_obstacle for n in nodes if n is not None), ""),
+        "flip_obstacle": next((n.flip_obstacle for n in nodes if n and n.flip_obstacle), ""),
         "nodes": [
             msgspec.to_builtins(node) | {"owed": owed.get(node.node)}
             for node in nodes
