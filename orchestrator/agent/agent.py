@@ -97,6 +97,7 @@ class Agent:
         self.role = last_role(run_dir, node.name) or node.pool
         self.phase = "loading"
         self._config = config
+        self._flip_obstacle = flip_obstacle(config)
         self._model = model
         self._secret = secret
         self._run_dir = run_dir
@@ -334,7 +335,7 @@ class Agent:
             host=socket.gethostname(),
             reports_prefixes=description.reports_prefixes,
             uses_cache=description.uses_cache,
-            flip_obstacle=flip_obstacle(self._config),
+            flip_obstacle=self._flip_obstacle,
         )
 
     def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
@@ -454,6 +455,7 @@ class Agent:
                 phase=self.phase,
                 role=self.role,
                 pool=self.node.pool,
+                flip_obstacle=self._flip_obstacle,
                 stage=life.engine.log.stage if life is not None else "",
                 elapsed_s=round(time.monotonic() - life.started, 1) if life is not None else 0.0,
                 incarnation=life.incarnation if life is not None else "",

@@ -35,6 +35,8 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
     log_path: str
     pool: str = ""
     """The YAML's pool of the node: its first role."""
+    flip_obstacle: str = ""
+    """Why the node cannot change its role; empty when it can."""
     restarts: int = 0
     router_connected: bool = False
     refused: str = ""

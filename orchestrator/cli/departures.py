@@ -8,23 +8,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
-import psutil
 
-from splitserve.orchestrator.agent.status_file import read_status
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import RefusedError
-from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
-from splitserve.orchestrator.cli.up import chosen_cluster, not_running
-from splitserve.orchestrator.config import load_resolved
+from splitserve.orchestrator.cli.running_nodes import MARGIN_S, RunningNodes
 from splitserve.orchestrator.launch.base import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
-
-POLL_S = 0.25
-_MARGIN_S = 60.0
 _OWED = {
     "prefill_legs": "prefill legs",
     "decode_legs": "decode legs",
@@ -108,47 +100,24 @@ def restart(
                 raise StartError(str(error), (*error.details, *left_alone)) from error
 
 
-class Departures:
+class Departures(RunningNodes):
     """Nodes of one running cluster on their way out, and back."""
 
     def __init__(self, cluster: str | None, timeout_s: float | None, *, force: bool) -> None:
-        self.files: ClusterFiles = chosen_cluster(cluster)
-        found = self.files.record()
-        if found is None or not self.files.is_running():
-            raise click.exceptions.Exit(not_running(self.files.name))
-        self.record: ClusterRecord = found
-        self._router = RouterClient(self.files, found)
-        self._config = load_resolved(self.files.config_path)
+        super().__init__(cluster)
         self._timeout_s = timeout_s
         self._force = force
-        self._said: dict[str, str] = {}
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raises ``RefusedError`` for a node that the cluster does not have."""
-        for name in names:
-            if name not in self.record.nodes:
-                known = ", ".join(self.record.nodes)
-                raise RefusedError(f"{self.record.name} has no node {name!r}; known: {known}")
 
     def check_decode_nodes(self, names: Sequence[str]) -> None:
         """Raises ``RefusedError`` before anything is touched when there is no other decode node to
         answer while one of ``names`` restarts.
         """
-        nodes = self._nodes()
+        nodes = self.nodes()
         usable = [name for name, n in nodes.items() if n["role"] == "decode" and n["is_usable"]]
         for name in names:
             is_needed = usable == [name]
             if is_needed and not self._force:
                 raise self._last_decode_node(f"{name} is the only decode node that is usable")
-
-    def status(self, node: str) -> Any:
-        """What the node's agent wrote last."""
-        return read_status(self.files.run_dir, node)
-
-    def phase(self, node: str) -> str:
-        """The phase in that, empty when there is nothing."""
-        status = self.status(node)
-        return status.phase if status is not None else ""
 
     def order(self, node: str, *, restart: bool) -> bool:
         """The node is draining; False when the router has no such node."""
@@ -165,13 +134,13 @@ class Departures:
         end = time.monotonic() + limit_s
         old = ""
         while self.phase(node) != "left":
-            known = self._nodes().get(node)
+            known = self.nodes().get(node)
             if known is not None:
                 old = old or known["incarnation"]
                 if known["incarnation"] != old:
                     raise StartError(f"{node} died while it drained, and has been started again")
                 self._say_owed(node, known)
-            self._pause(end, f"{node} has not left within {limit_s:.0f} s")
+            self.pause(end, f"{node} has not left within {limit_s:.0f} s")
         click.echo(f"{node} has left")
 
     def begin_restart(self, node: str) -> str:
@@ -180,7 +149,7 @@ class Departures:
             self.files.wish_for(node)
             click.echo(f"{node} is started again")
             return ""
-        old = self._nodes().get(node, {}).get("incarnation", "")
+        old = self.nodes().get(node, {}).get("incarnation", "")
         if not self.order(node, restart=True):
             click.echo(f"{node} is {stage_of(self.status(node))}; waiting for it")
             return ""
@@ -190,10 +159,10 @@ class Departures:
         """Another incarnation than ``old`` serves. Raises ``StartError`` when it does not come."""
         began = time.monotonic()
         limit_s = self._drain_limit_s() + max(
-            self._config.pool(pool).startup_timeout_s for pool in ("prefill", "decode")
+            self.config.pool(pool).startup_timeout_s for pool in ("prefill", "decode")
         )
         while True:
-            known = self._nodes().get(node)
+            known = self.nodes().get(node)
             if known is not None and known["incarnation"] != old and known["is_usable"]:
                 break
             status = self.status(node)
@@ -203,42 +172,22 @@ class Departures:
                 if known is not None and known["is_draining"]:
                     self._say_owed(node, known)
                 else:
-                    self._say(node, stage_of(status))
-            self._pause(began + limit_s, f"{node} is not back within {limit_s:.0f} s")
+                    self.say(node, stage_of(status))
+            self.pause(began + limit_s, f"{node} is not back within {limit_s:.0f} s")
         click.echo(f"{node} serves again (after {time.monotonic() - began:.1f} s)")
 
     def _drain(self, node: str, *, restart: bool) -> tuple[str, str]:
-        end = time.monotonic() + _MARGIN_S
-        while True:
-            try:
-                return self._router.drain(
-                    node, restart=restart, force=self._force, timeout_s=self._timeout_s
-                )
-            except RouterSilentError as error:
-                self._pause(end, str(error))
-
-    def _nodes(self) -> dict[str, dict[str, Any]]:
-        """What the router says of its nodes; one that restarts is waited for."""
-        end = time.monotonic() + _MARGIN_S
-        while True:
-            try:
-                return self._router.nodes()
-            except RouterSilentError as error:
-                self._pause(end, str(error))
-
-    def _pause(self, end: float, failure: str) -> None:
-        """A moment passes. Raises ``StartError`` at ``end``, or when the cluster has ended."""
-        if not (self.files.is_running() and psutil.pid_exists(self.record.pid)):
-            raise StartError(f"{self.record.name} has been stopped meanwhile")
-        if time.monotonic() > end:
-            raise StartError(failure)
-        time.sleep(POLL_S)
+        return self.ask(
+            lambda router: router.drain(
+                node, restart=restart, force=self._force, timeout_s=self._timeout_s
+            )
+        )
 
     def _drain_limit_s(self) -> float:
         drain_s = self._timeout_s
         if drain_s is None:
-            drain_s = self._config.router.request_deadline_s
-        return drain_s + self._config.supervision.stop_timeout_s + _MARGIN_S
+            drain_s = self.config.router.request_deadline_s
+        return drain_s + self.config.supervision.stop_timeout_s + MARGIN_S
 
     def _last_decode_node(self, what: str) -> RefusedError:
         return RefusedError(
@@ -248,10 +197,4 @@ class Departures:
 
     def _say_owed(self, node: str, known: dict[str, Any]) -> None:
         owed = [f"{known[key]} {what}" for key, what in _OWED.items() if known[key]]
-        self._say(node, f"waits for {', '.join(owed)}" if owed else "owes nothing any more")
-
-    def _say(self, node: str, line: str) -> None:
-        """Print a line that is news."""
-        if self._said.get(node) != line:
-            self._said[node] = line
-            click.echo(f"{node}: {line}")
+        self.say(node, f"waits for {', '.join(owed)}" if owed else "owes nothing any more")

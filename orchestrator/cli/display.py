@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ROUTER = "router"
 _CACHE = "cache"
+_OWED = {"legs": "legs", "transfers": "open transfers", "leased_blocks": "leased blocks"}
 
 
 class LoadingDisplay:
@@ -70,6 +71,19 @@ def stage_of(node: NodeStatus | None) -> str:
     if node.phase in ("dead", "failed"):
         return f"{node.phase}: {node.likely_cause}"
     return node.phase
+
+
+def owed_in_words(owed: dict[str, int]) -> str:
+    """What a node still owes of the role that it had before, as the router's status says it: ``3
+    legs, 2 open transfers``; empty for nothing.
+    """
+    return ", ".join(f"{owed[key]} {what}" for key, what in _OWED.items() if owed[key])
+
+
+def role_of(node: NodeStatus) -> str:
+    """The node's role, and the pool that it came from where that is another one."""
+    is_flipped = node.pool not in ("", node.role)
+    return f"{node.role} (was {node.pool})" if is_flipped else node.role
 
 
 def print_endpoints(

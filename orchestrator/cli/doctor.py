@@ -9,7 +9,9 @@ import os
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_REFUSED
+from splitserve.orchestrator.cli.up import roles_in_words
 from splitserve.orchestrator.config import load
+from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.launch.paths import with_cache_paths
 from splitserve.orchestrator.launch.preflight import findings
 
@@ -21,10 +23,12 @@ def doctor(config: str) -> None:
     changed.
     """
     bad = 0
-    for finding in findings(with_cache_paths(load(config)), os.environ):
+    loaded = with_cache_paths(load(config))
+    for finding in findings(loaded, os.environ):
         click.echo(f"{'FAIL' if finding.problems else 'ok':5} {finding.check}: {finding.detail}")
         for problem in finding.problems:
             bad += 1
             click.echo(f"      - {problem}")
+    click.echo(f"{'ok':5} roles: {roles_in_words(flip_obstacle(loaded))}")
     if bad:
         raise click.exceptions.Exit(EXIT_REFUSED)

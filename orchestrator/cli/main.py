@@ -12,6 +12,7 @@ from splitserve.orchestrator.cli.config import config
 from splitserve.orchestrator.cli.departures import drain, restart
 from splitserve.orchestrator.cli.doctor import doctor
 from splitserve.orchestrator.cli.errors import TellingGroup
+from splitserve.orchestrator.cli.flips import flip
 from splitserve.orchestrator.cli.model import model
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.up import down, status, up
@@ -32,7 +33,7 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, down, drain, restart, cache, quickstart, model, config, doctor):
+for command in (up, status, down, drain, restart, flip, cache, quickstart, model, config, doctor):
     main.add_command(command)
 cache.add_command(advise)
 

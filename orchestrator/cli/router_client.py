@@ -30,9 +30,9 @@ class RouterClient:
         self._files = files
         self._url = record.url
 
-    def nodes(self) -> dict[str, dict[str, Any]]:
+    def nodes(self, timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, Any]]:
         """What the router knows of each node that takes part, by name."""
-        status, answer = self._ask("GET", "/internal/status", None)
+        status, answer = self._ask("GET", "/internal/status", None, timeout_s)
         if status != 200:
             raise RouterSilentError(f"the router answers {status} to a question for its status")
         nodes: dict[str, dict[str, Any]] = answer["nodes"]

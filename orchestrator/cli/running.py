@@ -148,7 +148,7 @@ class _Run:
 
     async def _watch(self) -> None:
         """Returns when asked to stop; raises ``StartError`` when the router, or the last node of a
-        pool, is down for good.
+        role, is down for good.
         """
         while not self._stop.is_set():
             if (failure := self._launcher.broken()) is not None:

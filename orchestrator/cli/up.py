@@ -21,9 +21,11 @@ from splitserve.kv_transfer.cache.settings import CacheSettings
 from splitserve.kv_transfer.cache.socket_path import is_listening
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
-from splitserve.orchestrator.cli.display import stage_of
+from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
+from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.cli.running import run_cluster
+from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterRecord
 
 _POLL_S = 0.2
+_ROUTER_TIMEOUT_S = 2.0
 _DOWN_MARGIN_S = 30.0
 _DOWN_DEFAULT_S = 90.0
 
@@ -116,6 +119,7 @@ def _show(prepared: Plan) -> None:
     click.echo(shown_config(prepared.config))
     for name, command in shown_commands(prepared).items():
         click.echo(f"# {name}:\n#   {command}")
+    click.echo(f"# roles: {roles_in_words(flip_obstacle(prepared.config))}")
 
 
 def _detach(prepared: Plan) -> None:
@@ -182,6 +186,7 @@ def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
 def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     running = files.is_running() and psutil.pid_exists(record.pid)
     nodes = [read_status(files.run_dir, name) for name in record.nodes] if running else []
+    owed = _owed(files, record) if running else {}
     return {
         "name": record.name,
         "running": running,
@@ -192,8 +197,31 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "uptime_s": round(time.time() - record.started, 1),
         "log_dir": record.log_dir,
         "cache": _cache_state(files) if running else "",
-        "nodes": [msgspec.to_builtins(node) for node in nodes if node is not None],
+        "flip_obstacle": next((n.flip_obstacle for n in nodes if n is not None), ""),
+        "nodes": [
+            msgspec.to_builtins(node) | {"owed": owed.get(node.node)}
+            for node in nodes
+            if node is not None
+        ],
     }
+
+
+def _owed(files: ClusterFiles, record: ClusterRecord) -> dict[str, dict[str, int]]:
+    """What nodes that have changed their role still owe of the old one; only the router knows, and
+    there may be none.
+    """
+    try:
+        nodes = RouterClient(files, record).nodes(_ROUTER_TIMEOUT_S)
+    except RouterSilentError:
+        return {}
+    return {name: node["owed"] for name, node in nodes.items() if node["is_flipping"]}
+
+
+def roles_in_words(obstacle: str) -> str:
+    """Whether nodes may change them."""
+    if obstacle:
+        return f"fixed: {obstacle}"
+    return "nodes may change them with `splitserve flip NODE prefill|decode`"
 
 
 def _cache_state(files: ClusterFiles) -> str:
@@ -220,13 +248,19 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         table.add_column(column)
     for node in facts["nodes"]:
         used = node["total_blocks"] - node["free_blocks"]
-        state = stage_of(msgspec.convert(node, type=NodeStatus))
+        status = msgspec.convert(node, type=NodeStatus)
+        state = stage_of(status)
+        if node["owed"]:
+            state += f", owes {owed_in_words(node['owed'])} of its old role"
         blocks = f"{used} of {node['total_blocks']}"
         if node["quarantined_blocks"]:
             blocks += f" ({node['quarantined_blocks']} quarantined)"
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
-        table.add_row(node["node"], node["role"], state, *numbers)
+        table.add_row(node["node"], role_of(status), state, *numbers)
     console.print(table)
+    console.print(
+        f"roles: {roles_in_words(facts['flip_obstacle'])}", highlight=False, soft_wrap=True
+    )
     if facts["cache"]:
         state = facts["cache"]
         more = "; `splitserve cache stat` says more" if state == "ready" else ""

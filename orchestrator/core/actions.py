@@ -24,6 +24,7 @@ from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.placement import choose_decode, choose_prefill
 
 if TYPE_CHECKING:
+    from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.requests import Request
 
 
@@ -48,12 +49,10 @@ class Actions(Endings):
         assert choice is not None
         assert choice.prefill is not None
         request.tried_prefill.add(choice.prefill.description.incarnation)
-        # A decode node that has become a prefill node cannot send pages to itself
         others = [
             node
-            for node in self.membership.usable(PREFILL)
+            for node in _but(choice.decode, self.membership.usable(PREFILL))
             if node.description.incarnation not in request.tried_prefill
-            and node is not choice.decode
         ]
         tokens, limits = request.arrived.prompt_tokens, self.limits.placement
         hits = self.hits_of(request, others)
@@ -164,8 +163,7 @@ class Actions(Endings):
         prefill = choice.prefill
         if self.membership.find(prefill.name, prefill.description.incarnation) is not prefill:
             return None
-        # A prefill node that has become a decode node cannot send pages to itself
-        nodes = [node for node in self.membership.usable(DECODE) if node is not prefill]
+        nodes = _but(prefill, self.membership.usable(DECODE))
         hits = self.hits_of(request, nodes)
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
@@ -189,3 +187,10 @@ class Actions(Endings):
             node.description,
         )
         return [*effects, start]
+
+
+def _but(one: Node, nodes: list[Node]) -> list[Node]:
+    """Those of ``nodes`` that can be the other end of a transfer of ``one``'s: a node that has
+    changed its role meanwhile cannot send pages to itself.
+    """
+    return [node for node in nodes if node is not one]

@@ -27,7 +27,7 @@ from splitserve.orchestrator.agent.processes import (
     kill_descendants,
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
-from splitserve.orchestrator.agent.status_file import read_status, status_path
+from splitserve.orchestrator.agent.status_file import last_role, read_status, status_path
 from splitserve.orchestrator.config import cache_secret, nodes, router_url
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
@@ -119,13 +119,17 @@ class LocalLauncher:
         return None
 
     def broken(self) -> StartError | None:
-        """Why a cluster that served cannot serve any more: its router, or every node of a pool, is
+        """Why a cluster that served cannot serve any more: its router, or every node of a role, is
         down for good.
         """
         if self._router.state == "failed":
             return _failure_of_program(self._router)
-        for pool in POOLS:
-            agents = [child for name, child in self._agents.items() if name.startswith(f"{pool}-")]
+        roles = {
+            node.name: last_role(self.files.run_dir, node.name) or node.pool
+            for node in nodes(self.config)
+        }
+        for role in POOLS:
+            agents = [child for name, child in self._agents.items() if roles[name] == role]
             failed = [child for child in agents if child.state == "failed"]
             if failed and all(child.state in ("failed", "left") for child in agents):
                 return self._failure_of_agent(failed[-1])

@@ -37,8 +37,10 @@ class Node:
     """A place for engines, and its agent."""
 
     name: str
-    role: str
+    pool: str
     blocks: int
+    role: str
+    """As its agent was told last."""
     engine: Engine | None = None
     lives: int = 0
     router_life: int = 0
@@ -80,7 +82,8 @@ class Cluster:
         self.router = Router(self, limits_of(plan))
         blocks = (*plan.prefill_blocks, *plan.decode_blocks)
         for name, count in zip(plan.nodes, blocks, strict=True):
-            node = self.nodes[name] = Node(name, name.partition("-")[0], count)
+            pool = name.partition("-")[0]
+            node = self.nodes[name] = Node(name, pool, count, pool)
             self._start_engine(node)
             world.at(world.random.random() * START_S, self._report, node)
 
@@ -128,6 +131,17 @@ class Cluster:
         asked = ev.DrainRequested(0, name, restarts=True, is_forced=True, timeout_s=timeout_s)
         self.router.hear(self.router.life, asked)
 
+    def flip(self, name: str, *, is_forced: bool) -> None:
+        """Somebody wants a node to have its other role."""
+        known = self.router.core.membership.nodes.get(name)
+        role = known.role if known is not None else self.nodes[name].role
+        other = "decode" if role == "prefill" else "prefill"
+        self.router.hear(self.router.life, ev.FlipRequested(0, name, other, is_forced))
+
+    def set_role(self, name: str, role: str) -> None:
+        """The agent says from now on that its node has that role."""
+        self._send_agent(name, self._set_role, role)
+
     def begin_drain(self, name: str, incarnation: str) -> None:
         """The agent reports its node as draining from now on."""
         self._send_agent(name, self._begin_drain, incarnation)
@@ -155,6 +169,9 @@ class Cluster:
     def _end_engine(self, node: Node, incarnation: str) -> None:
         if node.engine is not None and node.engine.incarnation == incarnation:
             self.kill(node)
+
+    def _set_role(self, node: Node, role: str) -> None:
+        node.role = role
 
     def _begin_drain(self, node: Node, incarnation: str) -> None:
         node.draining = incarnation
@@ -200,7 +217,7 @@ class Cluster:
     def _hello(self, node: Node, engine: Engine) -> None:
         description = NodeDescription(
             node=node.name,
-            pool=node.role,
+            pool=node.pool,
             incarnation=engine.incarnation,
             engine_url="http://modelled",
             engine_api_key="",
@@ -234,7 +251,11 @@ class Cluster:
         phase = "draining" if node.draining == engine.incarnation else "ready"
         if node.router_life:
             state = NodeState(
-                node=node.name, incarnation=engine.incarnation, phase=phase, **asdict(status)
+                node=node.name,
+                incarnation=engine.incarnation,
+                phase=phase,
+                role=node.role,
+                **asdict(status),
             )
             self.tell(node, ev.NodeReported(state))
         prefixes.report(self, node)

@@ -88,6 +88,11 @@ def drain(cluster: Cluster, fault: Fault) -> None:
     cluster.drain(fault.node, fault.seconds or None)
 
 
+def flip(cluster: Cluster, fault: Fault) -> None:
+    """Somebody changes the node's role; with a ``strength`` also that of the last prefill node."""
+    cluster.flip(fault.node, is_forced=bool(fault.strength))
+
+
 def slow(cluster: Cluster, fault: Fault) -> None:
     """The node's engine is slow for a while: ``strength`` times."""
     engine = _engine(cluster, fault)
@@ -173,6 +178,7 @@ KINDS: dict[str, Callable[[Cluster, Fault], None]] = {
     "stream struck": stream_struck,
     "hang": hang,
     "drain": drain,
+    "flip": flip,
     "router killed": router_killed,
 }
 """By name."""

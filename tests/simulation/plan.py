@@ -27,6 +27,7 @@ HEAVY = "heavy"
 """The tenant that has twice the usual share."""
 REQUESTS = (10, 18)
 FAULTS = (4, 9)
+FLIPS_LIMIT = 6
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -116,12 +117,13 @@ def random_plan(seed: int) -> Plan:
     )
     count = random.randint(*FAULTS)
     faults = tuple(random_fault(random, empty, _moment(random, worst)) for _ in range(count))
-    return msgspec.structs.replace(empty, faults=faults)
+    flips = _flips(seed, empty, lambda random: _moment(random, worst))
+    return msgspec.structs.replace(empty, faults=(*faults, *flips))
 
 
 def drain_plan(seed: int) -> Plan:
-    """Nodes that all are ready restart by order, also the last of a pool, while others are slow and
-    preempt: nothing that fails a request.
+    """Nodes that all are ready restart by order, also the last of a pool, and change their roles,
+    while others are slow and preempt: nothing that fails a request.
     """
     random = Random(f"drains {seed}")
     prefill = tuple(random.randint(12, 40) for _ in range(random.randint(1, 2)))
@@ -148,7 +150,26 @@ def drain_plan(seed: int) -> Plan:
         random.choice(_HARMLESS)(random, empty, READY_S + random.random() * LOAD_S)
         for _ in range(random.randint(*FAULTS))
     )
-    return msgspec.structs.replace(empty, faults=faults)
+    flips = _flips(seed, empty, lambda random: READY_S + random.random() * LOAD_S)
+    return msgspec.structs.replace(empty, faults=(*faults, *flips))
+
+
+def _flips(seed: int, plan: Plan, moment: Callable[[Random], float]) -> list[Fault]:
+    """Changes of roles, in every second run. They are drawn by themselves, so that a seed's other
+    faults are what they were before there were flips.
+    """
+    if seed % 4 in (1, 2):
+        return []
+    random = Random(f"flips {seed}")
+    return [
+        Fault(
+            moment(random),
+            "flip",
+            node=random.choice(plan.nodes),
+            strength=random.choice([0.0, 1.0]),
+        )
+        for _ in range(random.randint(1, FLIPS_LIMIT))
+    ]
 
 
 def _moment(random: Random, worst: float) -> float:

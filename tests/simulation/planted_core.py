@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.planting import is_false, method, never, no_effects_of
 from splitserve.kv_transfer.held_prefixes import HeldPrefixes
+from splitserve.orchestrator.core import actions
 from splitserve.orchestrator.core.actions import Actions
 from splitserve.orchestrator.core.admission import Admission
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
 from splitserve.orchestrator.core.draining import Draining
 from splitserve.orchestrator.core.effects import AnnounceDeath, AnswerError, CancelLeg
 from splitserve.orchestrator.core.fencing import Fencing
+from splitserve.orchestrator.core.flipping import Flipping
 from splitserve.orchestrator.core.lifecycle import Phase
 from splitserve.orchestrator.core.membership import Membership, Node
 from splitserve.orchestrator.core.prefix_index import PrefixIndex
@@ -111,6 +113,19 @@ def _never_anew(real: Any, held: HeldPrefixes, *, from_start: bool) -> Any:
     return real(held, from_start=False)
 
 
+def _old_work_goes_on(real: Any, core: Flipping, event: Any, now: float) -> Any:
+    """A node that has changed its role is still chosen for the old one."""
+    chosen = dict(core.membership._usable)
+    effects = real(core, event, now)
+    core.membership._usable.update(chosen)
+    return effects
+
+
+def _sends_to_itself(patch: Any) -> None:
+    """A node that has changed its role is taken for both ends of a transfer."""
+    patch.setattr(actions, "_but", lambda one, nodes: nodes)
+
+
 BUGS: dict[str, tuple[Plant, int]] = {
     "a cancelled leg is not closed": (
         method(Actions, "_cancel_legs", no_effects_of(CancelLeg)),
@@ -136,7 +151,7 @@ BUGS: dict[str, tuple[Plant, int]] = {
     "headroom is not given back": (method(Actions, "_has_computed", _headroom_is_kept), 0),
     "a decode leg is counted twice": (method(Actions, "_commit_decode", _counted_twice), 0),
     "an old prefill leg is heard": (method(RouterCore, "_with_prefill_leg", _any_attempt), 38),
-    "a failed node is tried for ever": (method(Actions, "_retry", _tries_for_ever), 39),
+    "a failed node is tried for ever": (method(Actions, "_retry", _tries_for_ever), 66),
     "no deadline is armed": (method(DeadlineQueue, "arm", never), 5),
     "the waiting queue has no bound": (method(Admission, "admit", _no_bound), 0),
     "a stream goes on where it must not": (
@@ -145,6 +160,12 @@ BUGS: dict[str, tuple[Plant, int]] = {
     ),
     "marks of a lost node are kept": (method(PrefixIndex, "drop", never), 11),
     "a new router is told half": (method(HeldPrefixes, "report", _never_anew), 15),
+    "a flipped node gets old work": (
+        method(Flipping, "_on_flip_requested", _old_work_goes_on),
+        3,
+    ),
+    "a missed role is not told again": (method(Flipping, "_role_orders", never), 23),
+    "a flipped node sends to itself": (_sends_to_itself, 23),
     "a client is told twice": (method(Actions, "_end_with_error", _told_twice), 0),
 }
 """By what is wrong: how to plant it, and a seed that finds it."""

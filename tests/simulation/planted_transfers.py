@@ -151,7 +151,7 @@ BUGS: dict[str, tuple[Plant, int]] = {
     "pages are not counted": (_uncounted, 1),
     "prompts are not compared": (method(SendSession, "refusal", _always_fits), 1),
     "granted again before the fence": (method(ReceiveBook, "retarget", _next_at_once), 85),
-    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 48),
+    "a repeated grant is filled twice": (method(SendBook, "_accept", _filled_twice), 63),
     "a cancel is not answered": (method(SendBook, "cancelled", no_effects_of(Say)), 4),
     "a death is taken for another's": (method(ReceiveBook, "_where", _anybodys_death), 6),
     "writers are overdue at once": (method(HoldingsTaker, "__init__", _hasty), 3),

@@ -121,6 +121,8 @@ class Router:
         self.life = 0
         self.is_up = False
         self.continuations = 0
+        self.flips = 0
+        """Changes of a node's role."""
         self.ended_engines = 0
         """Engines that were to end because of a fence that did not come."""
         self.start()
@@ -254,6 +256,11 @@ class Router:
                 self.cluster.dismiss(node, incarnation, at_once=at_once)
             case ef.AnswerDrain(verdict=verdict, message=message):
                 self.world.note("drain: {}: {}", verdict, message)
+            case ef.SetRole(node, role):
+                self.cluster.set_role(node, role)
+            case ef.AnswerFlip(verdict=verdict, message=message):
+                self.world.note("flip: {}: {}", verdict, message)
+                self.flips += verdict == "flipped"
             case ef.ReportBreaker(node, leg, state, reason):
                 self.world.note("{}: breaker of {} legs is {}: {}", node, leg, state, reason)
             case ef.AcceptNode(node):
@@ -304,6 +311,8 @@ class Router:
         role: Literal["prefill", "decode"],
     ) -> None:
         node = order.prefill if role == "prefill" else order.decode
+        if order.prefill.node == order.decode.node:
+            self.world.fail(f"{order.request_id} is to be sent from {node.node} to itself")
         params = leg_params(order, role, self.clients[order.request_id])
         self._send_leg(order.request_id, order.attempt, role, node, params)
 
@@ -324,6 +333,8 @@ class Router:
             self.world.fail(f"{request_id} is continued, which is not exact")
         if kind == "decode" and leg.incarnation in client.failed_on:
             self.world.fail(f"{request_id} goes to {leg.incarnation} again, which has failed it")
+        if self.core.membership.nodes[node.node].role != kind:
+            self.world.fail(f"{request_id}: a new {kind} leg goes to {node.node}")
         if not self.network.send(ROUTER, leg.node, self._arrive, leg, params):
             self.world.at(CUT_LEG_S, self._break, leg, "the connection timed out")
 
@@ -473,6 +484,10 @@ class Router:
         found = list(find(nodes, core.requests, core.ended, LEASE_S, self.world.now))
         if found:
             self.world.fail(f"the audit finds {found}")
+        for node in nodes if self.is_up else ():
+            said = self.cluster.nodes[node.name].role
+            if said != node.role:
+                self.world.fail(f"{node.name} is for {node.role}, and its agent says {said}")
         found_prefixes = prefixes.differences(self.cluster) if self.is_up else []
         if found_prefixes:
             self.world.fail(f"the prefix index is wrong: {found_prefixes}")

@@ -33,6 +33,8 @@ class Result:
     outcomes: Counter[str] = field(default_factory=Counter)
     continuations: int = 0
     """Streams that another node went on with."""
+    flips: int = 0
+    """Changes of a node's role."""
     ended_engines: int = 0
     """Engines that were to end because of a fence that did not come."""
 
@@ -44,6 +46,7 @@ class Result:
         self.faults += other.faults
         self.outcomes += other.outcomes
         self.continuations += other.continuations
+        self.flips += other.flips
         self.ended_engines += other.ended_engines
 
     def lines(self) -> list[str]:
@@ -54,7 +57,7 @@ class Result:
             f"{self.runs:,} seeds, {self.steps:,} steps (delivered events), no invariant violated",
             f"{self.requests:,} requests: {', '.join(shares)}",
             f"{self.faults.total():,} faults: {', '.join(kinds)}",
-            f"{self.continuations:,} streams continued elsewhere, "
+            f"{self.continuations:,} streams continued elsewhere, {self.flips:,} roles changed, "
             f"{self.ended_engines:,} orders to end an engine that owed a fence",
         ]
 
@@ -73,7 +76,7 @@ def run_many(seeds: Iterable[int]) -> Result:
 
 
 def drain_many(seeds: Iterable[int]) -> Result:
-    """Run several seeds in which nodes only drain and restart: no request fails."""
+    """Run several seeds in which nodes only drain, restart and change roles: no request fails."""
     total = Result()
     for seed in seeds:
         result = run_plan(drain_plan(seed))
@@ -108,6 +111,7 @@ def run_plan(plan: Plan) -> Result:
         Counter(fault.kind for fault in plan.faults),
         Counter(client.outcome for client in router.clients.values()),
         router.continuations,
+        router.flips,
         router.ended_engines,
     )
 

@@ -134,6 +134,11 @@ class Clusters(RuleBasedStateMachine):
         """An operator restarts a node."""
         self.go_wrong(Fault(0.0, "drain", node=self.node(place), seconds=seconds))
 
+    @rule(place=PLACE, forces=st.booleans())
+    def flip(self, place: int, forces: bool) -> None:
+        """Somebody changes a node's role."""
+        self.go_wrong(Fault(0.0, "flip", node=self.node(place), strength=float(forces)))
+
     @rule(seconds=st.floats(0.2, 3.0), really=st.sampled_from([True, False, False]))
     def kill_router(self, seconds: float, really: bool) -> None:
         """The router dies, and another one starts."""

@@ -12,7 +12,7 @@ from router_stubs.cluster import SECRET, stub_cluster
 
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
-from splitserve.orchestrator.cli import departures
+from splitserve.orchestrator.cli import departures, running_nodes
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.config import dump_resolved, parse
@@ -115,8 +115,8 @@ class FakeRouter:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
     """One that runs, called `test`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(departures, "POLL_S", 0.001)
-    monkeypatch.setattr(departures, "RouterClient", FakeRouter)
+    monkeypatch.setattr(running_nodes, "POLL_S", 0.001)
+    monkeypatch.setattr(running_nodes, "RouterClient", FakeRouter)
     files = ClusterFiles("test")
     lock: IO[bytes] = files.lock()
     config = parse("engine: mock\nmodel: {path: m}\ndecode: {replicas: 2}\n")
