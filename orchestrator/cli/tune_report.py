@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.tuner.tuning import Tuned
 
 
+FILE_WIDTH = 140
+"""Of tables that no terminal shows."""
+
+
 def show(tuned: Tuned, source: str) -> None:
     """Print the workload, the table over the ratio, and the advice."""
-    console = Console(soft_wrap=not Console().is_terminal, highlight=False)
+    is_terminal = Console().is_terminal
+    console = Console(
+        soft_wrap=not is_terminal, highlight=False, width=None if is_terminal else FILE_WIDTH
+    )
     inputs, outputs = tuned.input_tokens, tuned.output_tokens
     console.print(
         f"{source}: {tuned.rate_per_s:.3g} requests/s; prompts of {inputs[0]:,.0f} tokens (p90 "
@@ -85,30 +93,30 @@ def seconds(value: float) -> str:
 
 
 def _gain_text(gain: Gain) -> str:
-    return f"{gain.over}: {percent(gain.expected)} good requests ({interval(gain)})"
+    return f"{gain.over}: good requests {percent(gain.expected)} ({interval(gain)})"
 
 
 def _table(tuned: Tuned) -> Table:
-    table = Table()
-    table.add_column("prefill:decode")
-    for column in ("good/s", "good", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99"):
-        table.add_column(column, justify="right")
-    table.add_column("busy P", justify="right")
-    table.add_column("busy D", justify="right")
     advice, current = tuned.recommendation, tuned.wish.current
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption="P:D prefill and decode nodes; -> recommended; * runs now",
+        caption_justify="left",
+    )
+    table.add_column("P:D", no_wrap=True)
+    for column in ("good/s", "good", "TTFT s\np50 / p90 / p99", "ITL ms\np50 / p90 / p99"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("busy\nP / D", justify="right", no_wrap=True)
     for trial in shown_trials(tuned):
-        name = str(trial.split)
-        if trial.split == advice.split:
-            name = f"[bold]{name}[/bold] <- recommended"
-        elif trial.split == current:
-            name = f"{name} (runs now)"
+        mark = "-> " if trial.split == advice.split else "* " if trial.split == current else ""
         table.add_row(
-            name,
+            f"{mark}{trial.split}",
             f"{trial.goodput:.3g}",
             f"{trial.share_good:.1%}",
-            *(seconds(value) for value in (*trial.ttft, *trial.itl)),
-            _share(trial.busy_prefill),
-            _share(trial.busy_decode),
+            " / ".join(_figure(value) for value in trial.ttft),
+            " / ".join(_figure(1000 * value) for value in trial.itl),
+            f"{_share(trial.busy_prefill)} / {_share(trial.busy_decode)}",
+            style="bold" if trial.split == advice.split else None,
         )
     return table
 
@@ -119,6 +127,13 @@ def shown_trials(tuned: Tuned) -> list[Trial]:
     known = {trial.split for trial in ratios}
     others = [trials[0] for split, trials in tuned.findings.finalists.items() if split not in known]
     return sorted([*ratios, *others], key=lambda trial: trial.split)
+
+
+def _figure(value: float) -> str:
+    """Three digits at most."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.{2 if value < 1 else 1 if value < 100 else 0}f}"
 
 
 def _share(share: float) -> str:
