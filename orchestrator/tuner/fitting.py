@@ -96,7 +96,8 @@ def non_negative(rows: Floats, seconds: Floats) -> Floats:
             values[~is_free] = 0.0
             if not is_free.any():
                 break
-    return values / scale
+    found: Floats = values / scale
+    return found
 
 
 def _robust(rows: Floats, seconds: Floats) -> Floats:
@@ -149,7 +150,8 @@ def _error(rows: Floats, seconds: Floats) -> float:
 
 def _huber_weights(residuals: Floats) -> Floats:
     limit = HUBER_LIMIT * _spread(residuals)
-    return np.minimum(1.0, limit / np.maximum(np.abs(residuals), 1e-300))
+    weights: Floats = np.minimum(1.0, limit / np.maximum(np.abs(residuals), 1e-300))
+    return weights
 
 
 def _spread(residuals: Floats) -> float:
