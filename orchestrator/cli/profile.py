@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.tuner.profile import Estimate, Profile
 
-PATIENCE_S = 10.0
-"""How long a probe waits for its nodes to have nothing else to do."""
+PATIENCE_SHARE = 0.5
+"""Of the time, that may be spent on waiting for nodes to have nothing else to do."""
 ANSWER_FACTOR = 20.0
 """A probe that takes so many times --longest-ms is not waited for."""
 ANSWER_LEAST_S = 60.0
@@ -146,7 +146,7 @@ class _Run:
                 has_prefix_cache=caches,
                 budget_s=self._budget_s,
                 longest_s=self._longest_s,
-                patience_s=PATIENCE_S,
+                patience_s=PATIENCE_SHARE * self._budget_s,
                 draws=random.Random(time.time_ns()),
                 progress=progress,
             )

@@ -51,6 +51,8 @@ def fit(rows: Floats, seconds: Floats) -> Fit:
     """The parts of which ``seconds`` [observations] consist, by the amounts in ``rows``
     [observations, parts]. Raises ``FitError`` when they do not tell the parts apart.
     """
+    if rows.ndim < 2:
+        raise FitError("nothing was observed")
     count, parts = rows.shape
     scale = np.abs(rows).max(axis=0, initial=0.0)
     rank = np.linalg.matrix_rank(rows / np.where(scale > 0, scale, 1.0)) if count else 0

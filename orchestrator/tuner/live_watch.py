@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 MISSES_LIMIT = 3
 """So many are chance."""
 SHARE = 0.1
-"""Of clients' requests that may miss their targets, and of which twice as many as before may."""
+"""Of clients' requests that may miss their targets, or twice as many as did before."""
+SHARE_LIMIT = 0.5
+"""But never more: where most miss their targets anyway, nothing should be measured."""
 
 
 class LiveWatch:
@@ -39,7 +41,7 @@ class LiveWatch:
                 self._seen.add(line["id"])
                 self.requests += 1
                 self.misses += self._misses(line)
-        limit = max(SHARE, 2 * self._share_before)
+        limit = min(SHARE_LIMIT, max(SHARE, 2 * self._share_before))
         if self.misses >= MISSES_LIMIT and self.misses > limit * self.requests:
             return (
                 f"{self.misses} of {self.requests} requests of clients have missed their targets "

@@ -3,8 +3,8 @@ standing in anybody's way.
 
 The router places a probe only on nodes that nobody else uses, so a node that is busy is tried again
 a little later, and left out when it stays busy. Whatever a client's request may have disturbed is
-measured anew. A prompt that takes longer than ``longest_s`` to compute is the longest of its kind:
-that bounds what a client can lose to a probe.
+measured anew. Prompts that would take longer than ``longest_s`` to compute are not sent, which
+bounds what a client can lose to a probe.
 
 It knows neither HTTP nor the terminal; time comes from the event loop.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.orchestrator.tuner.probe_plan import (
+    SHORTEST_TOKENS,
     STREAM_TOKENS,
     DecodeProbe,
     Plan,
@@ -125,16 +126,17 @@ class Prober:
         self._patience_s = patience_s
         self._draws = draws
         self._progress = progress
-        self._too_long: float = float("inf")
-        """Prompt tokens that take longer than ``longest_s``."""
+        self._limit_tokens: float = float("inf")
+        """Prompt tokens that take ``longest_s``, as far as is known."""
         self._shared: dict[object, list[list[int]]] = {}
         """Prompts that later rounds use again."""
         self._measured = Measured()
         self._done = 0
 
     async def run(self) -> Measured:
-        """Rounds until the time is over, at most ``ROUNDS_LIMIT``; the first one is finished
-        whatever it takes. Raises ``ProbeError``.
+        """Rounds until the time is over, at most ``ROUNDS_LIMIT``, or until clients have kept the
+        nodes busy for ``patience_s`` in all. The first one is finished whatever it takes. Raises
+        ``ProbeError``.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -143,7 +145,7 @@ class Prober:
         probes: list[Probe] = [*self._plan.prefill, *self._plan.decode, *self._plan.transfer]
         for number in range(ROUNDS_LIMIT):
             for probe in probes:
-                if number and loop.time() > end:
+                if (number and loop.time() > end) or self._patience_s <= 0:
                     return self._measured
                 self._done += 1
                 by_count = self._done / (self._plan.size * ROUNDS_LIMIT)
@@ -163,7 +165,7 @@ class Prober:
             )
 
     async def _make(self, probe: Probe, number: int) -> None:
-        if probe.computed_tokens >= self._too_long:
+        if probe.computed_tokens > self._limit_tokens:
             return
         if isinstance(probe, PrefillProbe):
             node = self._prefill_nodes[number % len(self._prefill_nodes)]
@@ -195,8 +197,9 @@ class Prober:
         sent = min(answer.sent for answer in answers)
         seconds = max(answer.tokens[0] for answer in answers) - sent
         self._measured.prefill.append(PrefillSample(probe, seconds))
-        if seconds > self._longest_s and not probe.cached:
-            self._too_long = min(self._too_long, probe.computed_tokens + 1)
+        if seconds > self._longest_s / 2 and not probe.cached:
+            reach = probe.computed_tokens * self._longest_s / seconds
+            self._limit_tokens = min(self._limit_tokens, max(reach, SHORTEST_TOKENS))
 
     async def _measure_decode(self, probe: DecodeProbe, node: str) -> None:
         key = (node, probe)
@@ -253,20 +256,20 @@ class Prober:
         name: str,
     ) -> list[Answer]:
         """The answers, when nobody else had the nodes meanwhile; none when they were never free."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._patience_s
         reason = ""
         attempts = 0
-        while attempts < ATTEMPTS and loop.time() < end:
+        while attempts < ATTEMPTS and self._patience_s > 0:
             before = await self._cluster.placed_legs()
             try:
                 answers = await work()
             except BusyError as busy:
                 reason = str(busy)
+                self._patience_s -= RETRY_S
                 await asyncio.sleep(RETRY_S)
                 continue
             after = await self._cluster.placed_legs()
-            if all(after[node] - before[node] == count for node, count in legs.items()):
+            came = {node: after.get(node, 0) - before.get(node, 0) for node in legs}
+            if came == legs:
                 return answers
             attempts += 1
             reason = "clients' requests came to its nodes"

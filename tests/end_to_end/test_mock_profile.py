@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from support.mock_cluster import Cluster, prompt_of, running_cluster
-from support.up_process import wait_for
 
 from splitserve.orchestrator.tuner.profile import (
     DecodeTime,
@@ -27,12 +26,13 @@ from splitserve.orchestrator.tuner.profile import (
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from splitserve.orchestrator.tuner.profile import Estimate
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
+LIMIT_S = 20
 KV_BYTES = 4 * 2 * 32
 """Of a token in the mock engine."""
 TRUE = Profile(
@@ -87,8 +87,7 @@ async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
     result = await measure(cluster, "--minutes", "0.13", "--json")
     assert result.returncode == 0, result.stderr + cluster.up.story()
     found = parse_profile(result.stdout.encode(), "stdout")
-    path = Path(cluster.up.env["XDG_STATE_HOME"]) / "splitserve/mock-profile/profile.json"
-    assert parse_profile(path.read_bytes(), "file") == found
+    assert parse_profile(profile_path(cluster).read_bytes(), "file") == found
     story = result.stdout + result.stderr
     assert (found.model, found.engine) == ("mock", "mock 1"), story
     assert found.hardware.startswith("1 prefill and 1 decode on "), story
@@ -110,3 +109,88 @@ async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
     assert near(link.bytes_per_s, true.bytes_per_s), story
     assert link.latency_s.value == pytest.approx(true.latency_s.value, abs=0.015), story
     assert 0 <= found.request_s < 0.05
+
+
+async def test_clients_come_first(cluster: Cluster) -> None:
+    """While a client has the decode node nothing is measured there: the command gives up, says why
+    and leaves the file as it was.
+    """
+    path = profile_path(cluster)
+    before = path.read_bytes() if path.exists() else None
+    stream = await cluster.client.completions.create(
+        model="mock",
+        prompt=prompt_of(40, 1),
+        max_tokens=460,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    result = await measure(cluster, "--minutes", "0.02")
+    assert result.returncode == 1, result.stdout
+    assert "1 requests of clients are on decode-0" in result.stderr
+    assert "nothing was written" in result.stderr
+    assert (path.read_bytes() if path.exists() else None) == before
+    pieces = [chunk async for chunk in stream]
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+async def test_an_interrupt_leaves_nothing(cluster: Cluster) -> None:
+    """Ctrl-C ends the probes that are out: soon no leg is on any node, and nothing is written."""
+    path = profile_path(cluster)
+    before = path.read_bytes() if path.exists() else None
+    command = await asyncio.create_subprocess_exec(
+        *cluster.up.command(),
+        "profile",
+        env=cluster.up.env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        await until(cluster, lambda legs: legs > 0, "no probe was sent")
+        command.send_signal(signal.SIGINT)
+        output, _ = await asyncio.wait_for(command.communicate(), LIMIT_S)
+    finally:
+        if command.returncode is None:
+            command.kill()
+            await command.wait()
+    assert command.returncode == 1, output.decode()
+    assert b"Traceback" not in output
+    await until(cluster, lambda legs: legs == 0, "probes are left")
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+async def test_it_stops_when_clients_suffer(cluster: Cluster) -> None:
+    """Clients' first tokens come later than the target: the command ends and says so."""
+    is_over = False
+
+    async def client(number: int) -> None:
+        while not is_over:
+            answer = await cluster.client.completions.create(
+                model="mock", prompt=prompt_of(100, number), max_tokens=2, stream=True
+            )
+            assert [chunk async for chunk in answer]
+            await asyncio.sleep(0.1)
+
+    clients = [asyncio.create_task(client(number)) for number in range(2, 4)]
+    result = await measure(cluster, "--minutes", "0.3", "--ttft-ms", "20")
+    is_over = True
+    await asyncio.gather(*clients)
+    assert result.returncode == 1, result.stdout
+    assert "have missed their targets" in result.stderr
+
+
+async def until(cluster: Cluster, is_right: Callable[[int], bool], problem: str) -> None:
+    """The router counts so many legs on its nodes."""
+    end = time.monotonic() + LIMIT_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{cluster.url}/internal/status") as answer:
+                nodes = (await answer.json())["nodes"].values()
+            if is_right(sum(node["prefill_legs"] + node["decode_legs"] for node in nodes)):
+                return
+            assert time.monotonic() < end, problem
+            await asyncio.sleep(0.02)
+
+
+def profile_path(cluster: Cluster) -> Path:
+    """Where the profile goes when nothing else is said."""
+    return Path(cluster.up.env["XDG_STATE_HOME"]) / "splitserve/mock-profile/profile.json"
