@@ -156,7 +156,7 @@ def _search(rows: Floats) -> tuple[float, float, float]:
     # A link so fast that nothing is seen of it is as good as any faster one
     fastest = min(float((computing / sizes).min()) / 4, slowest / 10)
     candidates = np.geomspace(max(fastest, 1e-15), max(slowest, 1e-14), STEPS)  # [candidates]
-    for _ in range(2):
+    for _ in range(3):
         through = np.maximum(computing, candidates[:, None] * sizes)  # [candidates, rows]
         latencies = np.maximum(0.0, np.median(seen - through, axis=1))
         off = np.abs(through + latencies[:, None] - seen)
