@@ -157,8 +157,9 @@ async def test_no_prompt_is_longer_than_allowed() -> None:
     cluster = FakeCluster()
     cluster.token_s = 0.01
     await measure(cluster, longest_s=2.5)
-    first_too_long = min(probe.new for probe in PLAN.prefill if probe.new > 150)
-    assert max(len(prompt) for prompt, *_ in cluster.asked) <= first_too_long
+    tokens = [len(prompt) for prompt, *_ in cluster.asked]
+    assert max(tokens) <= 250  # the first that shows what a token takes
+    assert sum(length > 150 for length in tokens) <= 2
 
 
 async def test_time_is_kept_after_the_first_round() -> None:
