@@ -239,3 +239,19 @@ def test_the_gap_between_tokens() -> None:
     assert 0.1 <= gap < 0.11
     assert mean_gap([early]) == pytest.approx(0.1)
     assert mean_gap([early, Answer(0, tuple(3 + 0.1 * n for n in range(20)))]) is None
+
+
+async def test_one_slow_answer_cuts_nothing() -> None:
+    """A prompt that took long is asked for once more before it counts as long."""
+    cluster = FakeCluster()
+    plain, slow = cluster.ask, iter([True])
+
+    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = "") -> Answer:
+        answer = await plain(prompt, tokens, decode=decode, prefill=prefill)
+        if len(prompt) == PLAN.prefill[0].new and next(slow, False):
+            return Answer(0.0, (2000.0,) * tokens)
+        return answer
+
+    cluster.ask = ask  # type: ignore[method-assign]
+    await measure(cluster)
+    assert max(len(prompt) for prompt, *_ in cluster.asked) == PLAN.prefill[-1].new
