@@ -233,6 +233,7 @@ class Simulation:
 
     def _on_jump_end(self, now: float, node: Station) -> None:
         if node.model.end_s == now:  # Otherwise the jump was cut short
+            node.watched_s = -1.0
             self._take(node.model.finish_jump(now))
             self._go_on(node)
 
