@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -171,18 +170,11 @@ async def test_the_last_decode_node_keeps_its_role(cluster: Cluster) -> None:
     await _flip(cluster, "decode-1", "decode")
 
 
-def _operator(cluster: Cluster) -> dict[str, str]:
-    """The header of a request with the token that `up` has left."""
-    (token,) = Path(cluster.up.env["XDG_STATE_HOME"]).glob("splitserve/*/operator.token")
-    return {"Authorization": f"Bearer {token.read_text()}"}
-
-
 async def _flip(cluster: Cluster, node: str, role: str) -> None:
     """Ask the router, as `splitserve flip` does."""
-    headers = _operator(cluster)
     url = f"{cluster.url}/internal/nodes/{node}/flip"
     async with (
-        aiohttp.ClientSession(headers=headers) as session,
+        aiohttp.ClientSession(headers=cluster.up.operator()) as session,
         session.post(url, json={"role": role}) as response,
     ):
         assert response.status == 202, await response.text() + cluster.up.story()
