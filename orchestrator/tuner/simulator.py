@@ -35,7 +35,7 @@ from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.router_core import RouterCore
 from splitserve.orchestrator.tuner.node_model import Fact, Job, Kind, NodeModel, What
 from splitserve.orchestrator.tuner.outcome import Outcome
-from splitserve.orchestrator.tuner.prefix_cache_model import BYTES_PER_TOKEN, BlockPool, Marks
+from splitserve.orchestrator.tuner.prefix_cache_model import BlockPool, Marks
 from splitserve.orchestrator.tuner.simulated_request import (
     Computed,
     EndedRequest,
@@ -315,15 +315,11 @@ class Simulation:
             self._take([Fact(What.FIRST, job) for job in station.model.take_fresh()])
 
     def _on_report_due(self, now: float, station: _Station) -> None:
-        pool, marks = station.model.pool, self._marks
-        gone = [m for block in pool.evicted if not pool.has(block) for m in marks.of_block(block)]
-        come = [m for block in pool.added if pool.has(block) for m in marks.of_block(block)]
-        pool.added.clear()
-        pool.evicted.clear()
-        name = station.model.name
-        removed = tuple(mark for mark, _ in gone)
-        if come or removed:
-            self._tell(ev.NodePrefixesReported(name, name, False, tuple(come), removed))
+        added, removed = self._marks.news(station.model.pool)
+        if added or removed:
+            name = station.model.name
+            told = ev.NodePrefixesReported(name, name, False, added, removed)
+            self._tell(told)
 
     def _take(self, facts: Sequence[Fact]) -> None:
         for what, job, step_s, tokens in facts:
@@ -403,7 +399,7 @@ class Simulation:
                 True,
                 "",
                 marks=marks,
-                prompt_bytes=request.prompt * BYTES_PER_TOKEN,
+                prompt_bytes=request.prompt * self._marks.bytes_per_token,
             )
         )
         if self._timer_s == math.inf:
