@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.engine_client import EngineClient
     from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.token_counts import Tally
 
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class CoreDriver:
         client: EngineClient,
         agents: AgentHub,
         secret: bytes,
-        on_end: Callable[[ef.Timeline, str], None],
+        on_end: Callable[[ef.Timeline, Tally], None],
     ) -> None:
         self.core = core
         self.client = client
@@ -197,7 +198,7 @@ class CoreDriver:
 
     def _end_request(self, order: ef.EndRequest) -> None:
         exchange = self.exchanges.pop(order.timeline.request_id)
-        self._on_end(order.timeline, exchange.client_request_id)
+        self._on_end(order.timeline, exchange.tally())
         if self._idle is not None and not self.exchanges:
             self._idle.set()
 
