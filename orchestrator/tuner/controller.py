@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from splitserve.orchestrator.tuner.capacity import Assumptions, ClosedForm, Expected
 from splitserve.orchestrator.tuner.forecast import Finished, Forecast, Forecaster
+from splitserve.orchestrator.tuner.paces import Paces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,8 +140,10 @@ class Controller:
     """Watches and decides; times are in seconds of any clock that goes on."""
 
     def __init__(self, profile: Profile, settings: ControllerSettings) -> None:
-        self._profile = profile
         self._settings = settings
+        self._paces = Paces(profile)
+        self._paced_s: float | None = None
+        """When the last window of the paces ended."""
         self._assumed = Assumptions(
             settings.targets,
             settings.split_from_tokens,
@@ -167,6 +170,7 @@ class Controller:
     def served(self, now: float, request: Finished, ttft_s: float, itl_s: float) -> None:
         """A request has ended well."""
         self._forecaster.finished(now, request)
+        self._paces.note(request, ttft_s, itl_s)
         targets = self._settings.targets
         is_late = (targets.ttft_s is not None and ttft_s > targets.ttft_s) or (
             targets.itl_s is not None and itl_s > targets.itl_s
@@ -187,6 +191,13 @@ class Controller:
     def decide(self, now: float, nodes: Sequence[NodeSeen], waiting: int = 0) -> Decision:
         """What to do with these nodes, while ``waiting`` requests have no place."""
         self._forecaster.pass_to(now)
+        prefill, decode = (
+            [n for n in nodes if n.is_usable and not n.is_slow and n.role == role]
+            for role in (PREFILL, DECODE)
+        )
+        if self._paced_s is not None:
+            self._paces.close_window(now - self._paced_s, len(decode))
+        self._paced_s = now
         missed = self._latest.missed(now, 2 * self._settings.window_s)
         forecast = self._forecaster.forecast()
         began = self._forecaster.began_s
@@ -194,10 +205,6 @@ class Controller:
         if forecast is None or watched_s < self._settings.warm_up_s:
             self._wish = 0
             return Decision(now, self._still_watching(watched_s), missed=missed)
-        prefill, decode = (
-            [n for n in nodes if n.is_usable and not n.is_slow and n.role == role]
-            for role in (PREFILL, DECODE)
-        )
         if not (prefill and decode):
             which = "decode" if prefill else "prefill"
             self._wish = 0
@@ -222,7 +229,7 @@ class Controller:
 
     def _plans(self, forecast: Forecast, prefill: int, decode: int, waiting: int) -> list[Plan]:
         """Splits of so many nodes, the present one and its neighbours among them."""
-        form = ClosedForm(self._profile, self._assumed, forecast.sample)
+        form = ClosedForm(self._paces.profile, self._assumed, forecast.sample)
         nodes = prefill + decode
         step = max(1, nodes // SPLITS_LIMIT)
         choices = {*range(step, nodes, step), prefill - 1, prefill, prefill + 1} - {0, nodes}
