@@ -18,6 +18,7 @@ best for the first window's mix, and changes one node at most every 5 minutes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -35,13 +36,17 @@ from harness.stats import summarise
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.tuner.capacity import Assumptions, ClosedForm, Sample
-from splitserve.orchestrator.tuner.controller import Controller, ControllerSettings, NodeSeen
-from splitserve.orchestrator.tuner.forecast import Finished
+from splitserve.orchestrator.tuner.controller import (
+    Controller,
+    ControllerSettings,
+    Finished,
+    NodeSeen,
+)
 from splitserve.orchestrator.tuner.outcome import Targets
+from splitserve.orchestrator.tuner.paces import paced
 from splitserve.orchestrator.tuner.profile import (
     DecodeTime,
     EngineLimits,
-    Estimate,
     PrefillTime,
     Profile,
     TransferTime,
@@ -59,9 +64,10 @@ MODEL = "m-large"
 NODES = 8
 WINDOWS = 6
 WINDOW_S = 1200.0
+ROUNDS = 9
 PARTS = 2
 """Of a window, for each of which the clairvoyant has a split of its own."""
-FIRSTS = (0, 6, 16, 20, 37, 48, 50)
+FIRSTS = (0, 4, 16, 37, 48, 2, 17)
 """First windows of the drifts."""
 DEMAND = 0.65
 NOISE = 0.1
@@ -145,24 +151,10 @@ def judge_of(number: int) -> Judge:
         speeds = {f"n{n}": 1 / random.uniform(fast, slow) for n in range(NODES)}
         settings = replace(settings, speeds=speeds)
     elif kind == "kinds: slow prefill":
-        profile = _paced(PROFILE, slow, fast)
+        profile = paced(PROFILE, slow, fast)
     else:
-        profile = _paced(PROFILE, fast, slow)
+        profile = paced(PROFILE, fast, slow)
     return Judge(kind, profile, settings, number)
-
-
-def _paced(profile: Profile, prefill: float, decode: float) -> Profile:
-    """The profile with times of both kinds of steps multiplied."""
-
-    def times(estimate: Estimate, factor: float) -> Estimate:
-        return exactly(estimate.value * factor)
-
-    p, d = profile.prefill, profile.decode
-    return msgspec.structs.replace(
-        profile,
-        prefill=PrefillTime(*(times(e, prefill) for e in (p.base_s, p.token_s, p.attention_s))),
-        decode=DecodeTime(*(times(e, decode) for e in (d.base_s, d.sequence_s, d.context_s))),
-    )
 
 
 def good_of(requests: Sequence[TraceRequest], prefill: int, judge: Judge) -> int:
@@ -226,7 +218,8 @@ def controlled(
             if math.isnan(request.ttft_s):
                 controller.failed(request.ended_s)
             else:
-                seen = Finished(request.input_tokens, 0, request.output_tokens)
+                prompt = request.input_tokens
+                seen = Finished(prompt, 0, request.output_tokens, prompt)
                 controller.served(request.ended_s, seen, request.ttft_s, request.itl_s)
         ended = len(cluster.ended)
         nodes = [
@@ -264,7 +257,7 @@ def round_of(number: int) -> Round:
     most, splits = clairvoyant(requests, drift, judge)
     fixed = {f"{p}:{NODES - p}": good_of(requests, p, judge) for p in splits_of()}
     times = [at_s for at_s, _ in changes]
-    between = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    between = [later - earlier for earlier, later in itertools.pairwise(times)]
     return Round(
         drift.first,
         judge.perturbation,
@@ -357,7 +350,7 @@ def main() -> int:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    options.add_argument("--rounds", type=int, default=len(FIRSTS))
+    options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--jobs", type=int, default=2, help="processes")
     options.add_argument("--name", default="controller-drift", help="name of the result files")
     chosen = options.parse_args()

@@ -22,9 +22,9 @@ from splitserve.orchestrator.tuner.capacity import Sample
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-LEVEL = 0.35
+LEVEL = 0.3
 """Weight of the newest window."""
-TREND = 0.15
+TREND = 0.1
 DAMPING = 0.8
 """What is left of a trend after each further window."""
 FULL_WINDOW_REQUESTS = 20
@@ -32,6 +32,8 @@ FULL_WINDOW_REQUESTS = 20
 SAMPLE_REQUESTS = 256
 LEAST_SAMPLE_REQUESTS = 10
 """Fewer requests stand for nothing."""
+WINDOW_LIMIT_REQUESTS = 20_000
+"""Of one window, whose lengths are remembered."""
 FORGOTTEN_WINDOWS = 100
 """So many empty windows are as good as any number."""
 CHANGE_LIMIT = 2.0
@@ -45,6 +47,8 @@ class Finished(NamedTuple):
     """Of its prompt, that were computed."""
     cached_tokens: int
     answer_tokens: int
+    estimated_tokens: int
+    """Of its prompt, as said on arrival."""
 
 
 class Figure:
@@ -98,10 +102,10 @@ class Forecaster:
         self._windows_ahead = max(1, round(horizon_s / window_s))
         self._window_ends_s = 0.0
         self._arrivals = 0
-        self._prompts: list[int] = []
+        self._prompts: deque[int] = deque(maxlen=WINDOW_LIMIT_REQUESTS)
         """Of arrivals in this window."""
-        self._finished: list[Finished] = []
-        """In this window."""
+        self._answers: deque[int] = deque(maxlen=WINDOW_LIMIT_REQUESTS)
+        """That ended in this window."""
         self._rate, self._prompt, self._answer = Figure(), Figure(), Figure()
         self._latest: deque[Finished] = deque(maxlen=SAMPLE_REQUESTS)
 
@@ -119,7 +123,7 @@ class Forecaster:
     def finished(self, now: float, request: Finished) -> None:
         """A request has ended well."""
         self.pass_to(now)
-        self._finished.append(request)
+        self._answers.append(request.answer_tokens)
         self._latest.append(request)
 
     def pass_to(self, now: float) -> None:
@@ -138,9 +142,9 @@ class Forecaster:
             return None
         rate, prompt, answer = (figure.mean_ahead(self._windows_ahead) for figure in figures)
         latest = np.array(self._latest, dtype=np.float64)
-        new, cached, answers = (_without_outlier(column) for column in latest.T)
-        # Prompts are known on arrival, what was cached of them only at the end
-        scale = prompt / max(1.0, float((new + cached).mean()))
+        new, cached, answers, estimated = (_without_outlier(column) for column in latest.T)
+        # What comes is known by its estimates, what they are worth by what has ended
+        scale = prompt / max(1.0, float(estimated.mean()))
         sample = Sample(
             np.maximum(1.0, new * scale),
             cached * scale,
@@ -156,8 +160,7 @@ class Forecaster:
 
     def _close_window(self) -> None:
         self._rate.add(self._arrivals / self.window_s)
-        answers = [request.answer_tokens for request in self._finished]
-        for figure, values in ((self._prompt, self._prompts), (self._answer, answers)):
+        for figure, values in ((self._prompt, self._prompts), (self._answer, self._answers)):
             if values:
                 weight = min(1.0, len(values) / FULL_WINDOW_REQUESTS)
                 figure.add(
@@ -165,7 +168,7 @@ class Forecaster:
                 )
         self._arrivals = 0
         self._prompts.clear()
-        self._finished.clear()
+        self._answers.clear()
 
 
 def _without_outlier(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -1,15 +1,16 @@
 """How fast the nodes really are, in the times of the profile: what a plan must know when nodes are
-not what was measured once, or are not equal.
+not what was measured once, or not all equal.
 
 *Decode*: the answers that ended in a window say how many streams there were (tokens times gap, over
-the window and the nodes), hence how long a step should have taken; their gaps say how long it took.
-*Prefill*: requests that did not wait say how long their prompts took. Which ones did not wait is not
-known, so the fastest of the long prompts stand for them. When nearly all wait this takes the nodes
-for slower than they are, within bounds, which is the right way to err.
+the window and the nodes), and so how long a step should take; their gaps say how long it took.
+*Prefill*: a request that did not wait says how long its prompt took. Which ones did not is not
+known: the fastest of the long prompts stand for them. When nearly all wait, nodes are taken for
+slower than they are, within bounds; that errs to the right side.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +31,7 @@ SLOWEST = 1.5
 """Largest pace that is believed; 1 / SLOWEST is the least."""
 WEIGHT = 0.15
 """Of the newest window."""
+WINDOW_LIMIT_REQUESTS = 20_000
 LEAST_REQUESTS = 8
 """A window with fewer says nothing."""
 UNHINDERED = 15
@@ -43,7 +45,7 @@ class Paces:
         self.prefill = 1.0
         self.decode = 1.0
         self._profile = profile
-        self._seen: list[tuple[Finished, float, float]] = []
+        self._seen: deque[tuple[Finished, float, float]] = deque(maxlen=WINDOW_LIMIT_REQUESTS)
         """(request, TTFT, ITL) of this window."""
 
     @property
@@ -57,7 +59,8 @@ class Paces:
 
     def close_window(self, seconds: float, decode_nodes: int) -> None:
         """So long, on so many nodes, did it take to end what was noted."""
-        seen, self._seen = self._seen, []
+        seen = list(self._seen)
+        self._seen.clear()
         if len(seen) < LEAST_REQUESTS or seconds <= 0 or decode_nodes < 1:
             return
         new, cached, answers = np.array(
@@ -75,7 +78,8 @@ class Paces:
         if expected_s > 0:
             self.decode = _moved(self.decode, step_s / expected_s)
         long = new >= np.median(new)
-        alone = np.array([self._profile.prefill.seconds(n, c) for n, c in zip(new, cached)])
+        times = self._profile.prefill
+        alone = np.array([times.seconds(n, c) for n, c in zip(new, cached, strict=True)])
         fixed_s = self._profile.request_s + self._profile.transfer().latency_s.value + 1.5 * step_s
         found = (ttft[long] - fixed_s) / np.maximum(alone[long], 1e-9)
         self.prefill = _moved(self.prefill, float(np.percentile(found, UNHINDERED)))
