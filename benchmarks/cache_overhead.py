@@ -6,8 +6,10 @@ several times, with the cores swapped, for two starts of one engine differ by so
 round's ratio is ``on`` over ``off`` of the same prompts, and the ratio of a start pair is the
 geometric mean over both ways round. No prompt is used twice.
 
+The engines take turns after every prompt and every load: what the machine does meets both.
+
 1. *TTFT*: one request at a time. The step that computes a prompt also saves it.
-2. *Throughput*: so many requests at once, each with an answer that fills the second chunk.
+2. *Throughput*: so many requests at once, each of which fills a chunk.
 3. *ITL*: streams whose prompts are all but computed already, so that steps are decode steps, while
    every answer fills a chunk that is saved at its end: a save per stream and 128 steps.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
@@ -41,16 +44,16 @@ CHUNK_TOKENS = 256
 LIMIT = 0.02
 MISSED = "MISSED"
 HALVES = (0, 1)
-TTFT_TOKENS = 1024
-LOAD_REQUESTS, LOAD_CONCURRENCY = 6, 3
+TTFT_TOKENS, TTFT_REPEATS = 513, 8
+LOAD_REQUESTS, LOAD_CONCURRENCY, LOAD_REPEATS = 3, 3, 4
 LOAD_PROMPT_TOKENS, LOAD_ANSWER_TOKENS = 257, 16
-STREAMS, STREAM_REQUESTS = 4, 1
+STREAMS = 4
 SHARED_TOKENS = 128
 STREAM_ANSWER_TOKENS = 130
 ARENA_BYTES = 1_000_000_000
 DISK_BYTES = 8_000_000_000
-LEAST_CHUNKS = 9
-"""Of the 14 of each half: some may be shed while the disk is busy."""
+LEAST_CHUNKS = 20
+"""Of the 32 of each half: some may be shed while the disk is busy."""
 QUANTITIES = ("ttft_ms", "requests_per_s", "itl_p50_ms", "itl_p99_ms")
 
 
@@ -84,18 +87,37 @@ class Meter:
         self._session = session
         self._seed = seed
 
-    async def half(self, system: LoneSystem) -> tuple[dict[str, float], str]:
-        """The quantities, and the texts for comparison."""
-        first = await self._ask(system, random_prompt(TTFT_TOKENS, self._seed, "ttft"), 4)
-        requests_per_s, texts = await self._load(system)
-        gaps_ms = await self._streams(system)
-        found = {
-            "ttft_ms": first.ttft * 1e3,
-            "requests_per_s": requests_per_s,
-            "itl_p50_ms": median(gaps_ms),
-            "itl_p99_ms": percentile(gaps_ms, 0.99),
-        }
-        return found, first.text + texts
+    async def first_token(self, system: LoneSystem, turn: int) -> tuple[float, str]:
+        """Milliseconds to the first token of one prompt, and the text."""
+        prompt = random_prompt(TTFT_TOKENS, self._seed, "ttft", turn)
+        answer = await self._ask(system, prompt, 2)
+        return answer.ttft * 1e3, answer.text
+
+    async def load(self, system: LoneSystem, turn: int) -> tuple[float, str]:
+        """Requests per second, and the texts."""
+        gate = asyncio.Semaphore(LOAD_CONCURRENCY)
+
+        async def one(index: int) -> str:
+            prompt = random_prompt(LOAD_PROMPT_TOKENS, self._seed, "load", turn, index)
+            async with gate:
+                return str((await self._ask(system, prompt, LOAD_ANSWER_TOKENS)).text)
+
+        begun = time.monotonic()
+        texts = await asyncio.gather(*(one(index) for index in range(LOAD_REQUESTS)))
+        return LOAD_REQUESTS / (time.monotonic() - begun), "".join(texts)
+
+    async def gaps(self, system: LoneSystem) -> list[float]:
+        """Milliseconds between the tokens of all streams."""
+        shared = random_prompt(SHARED_TOKENS, "shared")
+        await self._ask(system, [*shared, 100], 1)
+
+        async def stream(number: int) -> list[float]:
+            own = random_prompt(1, self._seed, "stream", number)
+            answer = await self._ask(system, shared + own, STREAM_ANSWER_TOKENS)
+            return [gap * 1e3 for gap in answer.gaps]
+
+        found = await asyncio.gather(*(stream(number) for number in range(STREAMS)))
+        return [gap for gaps in found for gap in gaps]
 
     async def _ask(self, system: LoneSystem, prompt: list[int], tokens: int) -> Any:
         body = {
@@ -106,33 +128,6 @@ class Meter:
             "ignore_eos": True,
         }
         return (await system.serve(self._session, body)).streamed
-
-    async def _load(self, system: LoneSystem) -> tuple[float, str]:
-        gate = asyncio.Semaphore(LOAD_CONCURRENCY)
-
-        async def one(index: int) -> str:
-            prompt = random_prompt(LOAD_PROMPT_TOKENS, self._seed, "load", index)
-            async with gate:
-                return str((await self._ask(system, prompt, LOAD_ANSWER_TOKENS)).text)
-
-        begun = time.monotonic()
-        texts = await asyncio.gather(*(one(index) for index in range(LOAD_REQUESTS)))
-        return LOAD_REQUESTS / (time.monotonic() - begun), "".join(texts)
-
-    async def _streams(self, system: LoneSystem) -> list[float]:
-        shared = random_prompt(SHARED_TOKENS, "shared")
-        await self._ask(system, [*shared, 100], 1)
-
-        async def stream(number: int) -> list[float]:
-            gaps: list[float] = []
-            for turn in range(STREAM_REQUESTS):
-                own = random_prompt(1, self._seed, "stream", number, turn)
-                answer = await self._ask(system, shared + own, STREAM_ANSWER_TOKENS)
-                gaps += [gap * 1e3 for gap in answer.gaps]
-            return gaps
-
-        found = await asyncio.gather(*(stream(number) for number in range(STREAMS)))
-        return [gap for gaps in found for gap in gaps]
 
 
 async def measure(arguments: argparse.Namespace, start: int, logs: Path) -> list[Row]:
@@ -169,19 +164,48 @@ async def _half(
     turn: int,
     half: int,
 ) -> list[Row]:
+    """The engines take turns after every prompt and every load, so that what the machine does
+    meanwhile meets both.
+    """
     meter = Meter(session, f"{start}/{turn}/{half}")
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     order = systems if (turn + half) % 2 else systems[::-1]
-    rows, texts = [], set()
+    for measure_one, name, repeats in (
+        (meter.first_token, "ttft_ms", TTFT_REPEATS),
+        (meter.load, "requests_per_s", LOAD_REPEATS),
+    ):
+        for repeat in range(repeats):
+            texts = set()
+            for system in order if repeat % 2 else order[::-1]:
+                value, text = await measure_one(system, repeat)
+                samples[system.name, name].append(value)
+                texts.add(text)
+            if len(texts) > 1:
+                raise UnequalAnswerError(f"start {start}, round {turn}, {name}")
     for system in order:
-        found, text = await meter.half(system)
-        texts.add(text)
-        load = round(os.getloadavg()[0], 2)
-        rows.append(Row(start, turn, half, system.name, **found, load_average=load))
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-        print(f"start {start} round {turn}/{half} {system.name}: {shown}, load {load}", flush=True)
-    if len(texts) > 1:
-        raise UnequalAnswerError(f"start {start}, round {turn}")
-    return rows
+        samples[system.name, "gaps"] = await meter.gaps(system)
+    load = round(os.getloadavg()[0], 2)
+    return [_row(start, turn, half, system.name, samples, load) for system in systems]
+
+
+def _row(
+    start: int,
+    turn: int,
+    half: int,
+    name: str,
+    samples: dict[tuple[str, str], list[float]],
+    load: float,
+) -> Row:
+    gaps_ms = samples[name, "gaps"]
+    found = {
+        "ttft_ms": median(samples[name, "ttft_ms"]),
+        "requests_per_s": median(samples[name, "requests_per_s"]),
+        "itl_p50_ms": median(gaps_ms),
+        "itl_p99_ms": percentile(gaps_ms, 0.99),
+    }
+    shown = ", ".join(f"{key} {value:.2f}" for key, value in found.items())
+    print(f"start {start} round {turn}/{half} {name}: {shown}, load {load}", flush=True)
+    return Row(start, turn, half, name, **found, load_average=load)
 
 
 def result(rows: list[Row], quantity: str) -> dict[str, Any]:
@@ -239,7 +263,8 @@ def sections(results: dict[str, Any]) -> list[str]:
     header = ["", "on", "off", "on/off", "per start", "rounds", "A/A", "verdict"]
     return [
         f"{results['starts']} starts with the cores swapped, {results['rounds']} rounds x 2 each; "
-        f"TTFT of {TTFT_TOKENS:,} tokens; {LOAD_REQUESTS} requests of {LOAD_PROMPT_TOKENS} tokens, "
+        f"TTFT of {TTFT_TOKENS:,} tokens, {TTFT_REPEATS} times; {LOAD_REPEATS} loads of "
+        f"{LOAD_REQUESTS} requests of {LOAD_PROMPT_TOKENS} tokens, "
         f"{LOAD_CONCURRENCY} at once; ITL of {STREAMS} streams with a save per stream and 128 "
         "steps. All prompts fresh, all texts equal. Load average while measuring: "
         f"{results['load_average']}.",

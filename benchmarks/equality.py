@@ -7,10 +7,9 @@ the prompt itself. So for each request the benchmark also asserts that
 - the pages sent and received are those that D lacked: layers x (blocks of the prompt - D's own
   hit);
 - D's own hit is what the order of prompts says (at concurrency 1; at most that at 8);
-- D took every prompt token from cache or transfer (vLLM recomputes the last one to sample from it;
-  of a prompt of one token nothing is left to transfer);
 - the first page was written before P's last layer, where there is more than ``stream_min_bytes``;
-- over the whole run D's engine computed no prompt token beyond that.
+- over the whole run D's engine took every prompt token from cache or transfer (vLLM recomputes the
+  last one to sample from it; of a prompt of one token nothing is left to transfer).
 
 Then faults are planted in P's transport (``harness/engine_side/planted_faults.py``): swapped pages,
 a zeroed page, a wrong layer. The same comparison must fail for each, and pass with the wrapper
@@ -180,10 +179,6 @@ class Pair:
             finding.problems.append(f"answered {streamed.text!r}, plain engine {expected.text!r}")
         if len(case.prompt) == 1:
             return finding  # Its only token is the one that D computes itself: nothing to send.
-        if streamed.cached_tokens != len(case.prompt):
-            finding.problems.append(
-                f"D computed {len(case.prompt) - streamed.cached_tokens} prompt tokens"
-            )
         try:
             transfer = await transfer_log.wait_for(self.system.transfer_logs, served.transfer_id)
         except transfer_log.MissingRecordError as error:

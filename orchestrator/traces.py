@@ -1,81 +1,150 @@
 """Recorded requests of a service: which prompts share what, without their text.
 
-``read_trace`` recognises the format by the file's first line; a file that ends in ``.gz`` is
-unpacked. One format is known:
+``read_trace`` recognises the form by the file's first line; a file that ends in ``.gz`` is
+unpacked. These forms are known:
 
 *Mooncake* JSON lines (https://github.com/kvcache-ai/Mooncake): ``timestamp`` in milliseconds,
 ``input_length`` and ``output_length`` in tokens, ``hash_ids``: one number per block of the prompt,
 its last partial one included. The numbers are *chained*: a number stands for its block and all
 blocks before it. ``content_ids`` may be added: one number per block that stands for the block's
-content alone, wherever it is.
+content alone, wherever it is. ``splitserve record`` writes this form.
+
+*Azure* CSV (https://github.com/Azure/AzurePublicDataset): a header with the columns ``TIMESTAMP``
+(ISO 8601), ``ContextTokens`` and ``GeneratedTokens``; others are passed over. It knows no blocks.
+
+*The log of a router* (``router/request_log.py``): its lines with ``"event":"request"``, brought
+into the order of arrival. It knows no blocks. A request that was not answered counts with the
+answer that it allowed; without such a limit it is left out.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
-from msgspec import Meta
+
+from splitserve.orchestrator.trace_formats import (
+    AzureReader,
+    Form,
+    TraceRequest,
+    form_of,
+    logged_request,
+    mooncake_request,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+__all__ = ["LINE_LIMIT_BYTES", "TraceError", "TraceRequest", "read_trace"]
+
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 
-Count = Annotated[int, Meta(ge=0)]
-
-
-class TraceRequest(msgspec.Struct, frozen=True):
-    """One request."""
-
-    at_s: float
-    """Since the trace's beginning."""
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-    """Chained numbers of the prompt's blocks, in order, a last partial one included."""
-    content: tuple[int, ...] = ()
-    """Numbers of the same blocks by their content alone; empty when the trace has none."""
+_KNOWN = (
+    "JSON lines with timestamp, input_length, output_length and hash_ids are, CSV with the columns "
+    "TIMESTAMP, ContextTokens and GeneratedTokens, and a router's log"
+)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TraceError(Exception):
     """A trace cannot be read or says what cannot be; the message names file and line."""
 
 
-class _MooncakeLine(msgspec.Struct):
-    timestamp: Annotated[float, Meta(ge=0)]
-    input_length: Count
-    output_length: Count
-    hash_ids: tuple[int, ...]
-    content_ids: tuple[int, ...] = ()
-
-
 def read_trace(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
-    """The requests of a trace whose blocks have ``block_tokens`` tokens, in the file's order.
+    """The requests of a trace whose blocks have ``block_tokens`` tokens, in the order of arrival.
 
     Raises ``TraceError`` at the first line that is wrong, ``OSError`` when there is no such file.
     """
-    chains = _Chains()
-    is_empty = True
     with _opened(path) as file:
-        for number, line in _lines(path, file):
-            if is_empty and not line.startswith(b"{"):
-                raise TraceError(
-                    f"{path}, line {number}: this is no known format; "
-                    "JSON lines with timestamp, input_length, output_length and hash_ids are"
-                )
-            is_empty = False
-            try:
-                request = _mooncake_request(line, block_tokens)
-                chains.check(request.blocks, number)
-            except ValueError as error:  # msgspec's are ValueErrors too
-                raise TraceError(f"{path}, line {number}: {error}") from error
-            yield request
-    if is_empty:
+        lines = _lines(path, file)
+        number, first = next(lines, (0, b""))
+        if not number:
+            raise TraceError(f"{path}: there are no requests in this file")
+        first = first.removeprefix(_BYTE_ORDER_MARK)
+        form = form_of(first)
+        reader = _Reader(path, block_tokens)
+        if form is Form.AZURE:
+            yield from reader.azure(number, first, lines)
+        elif form is Form.MOONCAKE:
+            yield from reader.mooncake(number, first, lines)
+        elif form is Form.ROUTER_LOG:
+            yield from reader.router_log(number, first, lines)
+        else:
+            raise TraceError(f"{path}, line {number}: this is no known format; {_KNOWN}")
+    if not reader.requests:
         raise TraceError(f"{path}: there are no requests in this file")
+
+
+class _Reader:
+    """Reads one file's lines; a fault gets the file's name and the line's number."""
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        self._path = path
+        self._block_tokens = block_tokens
+        self._chains = _Chains()
+        self._latest = 0.0
+        self._latest_line = 0
+        self.requests = 0
+        """So many were found."""
+
+    def mooncake(
+        self, number: int, line: bytes, lines: Iterator[tuple[int, bytes]]
+    ) -> Iterator[TraceRequest]:
+        while line:
+            try:
+                request = mooncake_request(line, self._block_tokens)
+                self._chains.check(request.blocks, number)
+                self._check_order(request, number)
+            except ValueError as error:  # msgspec's are ValueErrors too
+                raise self._fault(number, error) from error
+            yield request
+            number, line = next(lines, (0, b""))
+
+    def azure(
+        self, number: int, header: bytes, lines: Iterator[tuple[int, bytes]]
+    ) -> Iterator[TraceRequest]:
+        try:
+            rows = AzureReader(header)
+            for number, line in lines:
+                request = rows.request(line)
+                self._check_order(request, number)
+                yield request
+        except ValueError as error:
+            raise self._fault(number, error) from error
+
+    def router_log(
+        self, number: int, line: bytes, lines: Iterator[tuple[int, bytes]]
+    ) -> Iterator[TraceRequest]:
+        found = []
+        while line:
+            try:
+                request = logged_request(line)
+            except ValueError as error:
+                raise self._fault(number, error) from error
+            if request is not None:
+                found.append(request)
+            number, line = next(lines, (0, b""))
+        self.requests = len(found)
+        # A line is written when its request ends
+        found.sort(key=lambda request: request.at_s)
+        for request in found:
+            at_s = round(request.at_s - found[0].at_s, 3)
+            yield msgspec.structs.replace(request, at_s=at_s)
+
+    def _check_order(self, request: TraceRequest, number: int) -> None:
+        if request.at_s < self._latest:
+            raise ValueError(
+                f"this request came at {request.at_s:g} s, before that of line "
+                f"{self._latest_line} at {self._latest:g} s; sort the rows by their time"
+            )
+        self._latest, self._latest_line = request.at_s, number
+        self.requests += 1
+
+    def _fault(self, number: int, error: ValueError) -> TraceError:
+        return TraceError(f"{self._path}, line {number}: {error}")
 
 
 def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
@@ -97,28 +166,6 @@ def _lines(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[int, by
             return
         if stripped := line.strip():
             yield number, stripped
-
-
-_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
-
-
-def _mooncake_request(line: bytes, block_tokens: int) -> TraceRequest:
-    """Raises ``ValueError`` that says what is wrong."""
-    found = _decode_mooncake(line)
-    whole, rest = divmod(found.input_length, block_tokens)
-    for name, ids in (("hash_ids", found.hash_ids), ("content_ids", found.content_ids)):
-        if len(ids) not in (whole, whole + bool(rest)) and (ids or name == "hash_ids"):
-            raise ValueError(
-                f"{found.input_length} tokens are {whole + bool(rest)} blocks of {block_tokens}, "
-                f"but {name} has {len(ids)}; is the size of blocks right?"
-            )
-    return TraceRequest(
-        found.timestamp / 1000,
-        found.input_length,
-        found.output_length,
-        found.hash_ids,
-        found.content_ids,
-    )
 
 
 class _Chains:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from splitserve.orchestrator.cli.advice_picture import Curve, svg
+from splitserve.orchestrator.cli.advice_picture import svg
+from splitserve.orchestrator.cli.charts import Curve
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -127,6 +127,11 @@ def advise(
         requests = list(read_trace(path, block_tokens))
     except TraceError as error:
         raise RefusedError(str(error)) from error
+    if not any(request.blocks for request in requests):
+        raise RefusedError(
+            f"{path} does not say which prompts share what; `splitserve record` writes a trace that"
+            " does"
+        )
     prompts = _prompts(requests, block_tokens)
     replays = _Replays(prompts, policy, block_tokens)
     points = _points(replays, users_factor)

@@ -22,6 +22,7 @@ from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, rea
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
 from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
+from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
@@ -64,6 +65,7 @@ class Api:
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
+        self._probes = Probes(driver, served_name)
         self._agents = agents
         self._tenants = tenants
         self._metrics = metrics
@@ -87,6 +89,7 @@ class Api:
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
             ("GET", AUDIT_PATH): self._show_audit,
+            ("POST", PROBE_PATH): self._probe,
         }
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
@@ -114,7 +117,9 @@ class Api:
     def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
-        is_for_operators = path.startswith(NODES_PATH) or _is_about_cache(path)
+        is_for_operators = (
+            path.startswith(NODES_PATH) or path == PROBE_PATH or _is_about_cache(path)
+        )
         if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
         authorization = None
@@ -241,6 +246,11 @@ class Api:
             _send_json(connection, status, told)
 
         self._node_orders.handle(request.path, request.body, answer)
+
+    def _probe(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """A completion that measures certain nodes."""
+        self._authenticate_operator(request.header(b"authorization"))
+        self._probes.handle(request, connection)
 
     def _manage_cache(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))

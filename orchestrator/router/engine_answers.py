@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 import orjson
 
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.router.prompt_usage import WholeLines, cached_in
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import Leg, RawHeaders
     from splitserve.orchestrator.router.exchange import Exchange
@@ -26,31 +29,51 @@ HELD_LIMIT_BYTES = 32 * 2**20
 """Most of an unstreamed answer that is held back until it is complete."""
 FIRST_EVENT_LIMIT_BYTES = 16 * 2**20
 """Most of a stream that is held back until its first data event."""
+PREFILL_LIMIT_BYTES = 64 * 1024
+"""Of a longer answer of a prefill engine only its first bytes are looked at."""
 
 
 class PrefillListener:
-    """Reads the prefill engine's answer and drops it; its status and time go to the core."""
+    """Reads the prefill engine's answer; its status and time go to the core, its count of cached
+    tokens to ``on_cached``.
+    """
 
     __slots__ = (
         "_attempt",
+        "_body",
+        "_body_bytes",
         "_driver",
+        "_on_cached",
         "_request_id",
         "_status",
     )
 
-    def __init__(self, driver: CoreDriver, request_id: str, attempt: int) -> None:
+    def __init__(
+        self,
+        driver: CoreDriver,
+        request_id: str,
+        attempt: int,
+        on_cached: Callable[[bytes], None] | None = None,
+    ) -> None:
         self._driver = driver
         self._request_id = request_id
         self._attempt = attempt
+        self._on_cached = on_cached
         self._status = 0
+        self._body: list[bytes] = []
+        self._body_bytes = 0
 
     def head_received(self, status: int, headers: RawHeaders) -> None:
         self._status = status
 
     def body_received(self, data: bytes, is_last: bool) -> None:
-        pass
+        if self._on_cached is not None and self._body_bytes < PREFILL_LIMIT_BYTES:
+            self._body.append(data)
+            self._body_bytes += len(data)
 
     def ended(self) -> None:
+        if self._on_cached is not None:
+            self._on_cached(cached_in(b"".join(self._body)))
         self._driver.tell(ev.PrefillAnswered(self._request_id, self._attempt, self._status))
 
     def failed(self, reason: str) -> None:
@@ -66,6 +89,7 @@ class DecodeAnswer:
         "_exchange",
         "_held",
         "_held_bytes",
+        "_lines",
         "_sent",
         "headers",
         "heard_at",
@@ -88,6 +112,8 @@ class DecodeAnswer:
         self._exchange = exchange
         self._attempt = attempt
         self._sent = sent
+        self._lines: WholeLines | None = WholeLines() if exchange.counts_cached else None
+        """Of a stream whose events are not known to be whole, when a figure in them is changed."""
         self._held: list[bytes] = []
         self._held_bytes = 0
         self.is_relaying = False
@@ -132,8 +158,11 @@ class DecodeAnswer:
             self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
         elif self.is_event_stream or not self._held_bytes:
             self.failed("the answer ended without any data")
-        elif self._start_relaying(self._held_bytes, True):
-            self._end()
+        else:
+            body = self._exchange.with_cached(self.take())
+            self._held, self._held_bytes = [body], len(body)
+            if self._start_relaying(len(body), True):
+                self._end()
 
     def failed(self, reason: str) -> None:
         if self.is_relaying and self._sent is not None and self._sent.is_finished:
@@ -172,6 +201,8 @@ class DecodeAnswer:
         return True
 
     def _end(self) -> None:
+        if self._lines is not None and (rest := self._lines.rest()):
+            self._exchange.send_answer_body(rest, False)
         self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
         self._exchange.finish_answer()
 
@@ -186,7 +217,9 @@ class DecodeAnswer:
                 is_last = is_last and self._sent.is_complete
             else:
                 self._sent = None
-        self._exchange.send_answer_body(data, is_last)
+        elif self._lines is not None and self.is_event_stream:
+            data = self._lines.feed(data) + (self._lines.rest() if is_last else b"")
+        self._exchange.send_answer_body(self._exchange.with_cached(data), is_last)
 
     def _fail(self, reason: str) -> None:
         self._stop()

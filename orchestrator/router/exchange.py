@@ -20,6 +20,7 @@ from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillL
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
+from splitserve.orchestrator.router.prompt_usage import UNKNOWN, with_cached
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Exchange:
 
     __slots__ = (
         "_answer",
+        "_cached",
         "_decode",
         "_driver",
         "_is_answered",
@@ -113,6 +115,8 @@ class Exchange:
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
+        self._cached: bytes | None = None
+        """How much of the client's prompt the prefill engine had, None when none computed it."""
         self._is_answered = False
         """The client has its status line."""
         self._is_sent = False
@@ -154,6 +158,9 @@ class Exchange:
         """Send the prefill leg."""
         # Behind an answer's beginning the marks would not tell where in the tokens they lie
         marks = NO_MARKS if self._resumed_tokens else self._marks
+        on_cached = None
+        if not self._resumed_tokens:
+            self._cached, on_cached = UNKNOWN, self._note_cached
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -164,7 +171,7 @@ class Exchange:
             prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
-        listener = PrefillListener(self._driver, self.id, order.attempt)
+        listener = PrefillListener(self._driver, self.id, order.attempt, on_cached)
         self._prefill = self._send(order.prefill, [body], listener)
 
     def start_alone(self, order: StartAlone) -> None:
@@ -172,6 +179,8 @@ class Exchange:
         if not self._begin(order.attempt):
             return
         params = None
+        if not self._resumed_tokens:
+            self._cached = None
         if self._resumed_tokens or self._tenant_tag or self._marks.joined:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
@@ -288,9 +297,21 @@ class Exchange:
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
         self._send_tail(self._sent)
 
+    @property
+    def counts_cached(self) -> bool:
+        """A figure in the decode engine's stream is another engine's to tell."""
+        return self._cached is not None and self._request.wants_usage
+
+    def with_cached(self, data: bytes) -> bytes:
+        """The decode engine's bytes with the right count of cached tokens."""
+        return data if self._cached is None else with_cached(data, self._cached)
+
     def listens_to(self, answer: DecodeAnswer) -> bool:
         """Whether that is the answer that the client is to have, and has not had."""
         return self._answer is answer and not self._is_over
+
+    def _note_cached(self, cached: bytes) -> None:
+        self._cached = cached
 
     def _send_tail(self, sent: SentTokens) -> None:
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)

@@ -1,4 +1,6 @@
-"""What every tier must do, with the real stores: a dictionary, a file system, Redis, S3."""
+"""What every tier must do, with the real stores: a dictionary, the arena, a file system, Redis,
+S3.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,18 @@ import resource
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-import obstore
 import pytest
-import redis
-from obstore.store import from_url
 from support.chunks import ODD, PAGES, Chunk, empty_like, make_chunk, unaligned_like, verify
-from support.memory_tier import MemoryTier
 from support.store_servers import S3Server, StoreServer, redis_server
+from support.tier_stores import ArenaStore, DiskStore, MemoryStore, RedisStore, S3Store, Store
 
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
-from splitserve.kv_transfer.cache.settings import TierSettings
 from splitserve.kv_transfer.cache.tiers import redis as redis_tier
 from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, Tier, WriteOutcome
-from splitserve.kv_transfer.cache.tiers.registry import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,120 +31,6 @@ HIT, ABSENT, BROKEN = ReadOutcome.HIT, ReadOutcome.ABSENT, ReadOutcome.BROKEN
 MIB = 1 << 20
 ROOM_BYTES = 2 * MIB
 JOIN_S = 60.0
-
-
-class Store(Protocol):
-    """A store with one tier on it, and a way around the tier."""
-
-    tier: Tier
-    turn: AbstractContextManager[Any]
-    """Held by writers of one key: moto answers two at once with errors of its own."""
-
-    def put(self, key: bytes, content: bytes) -> None:
-        """Somebody else stores this."""
-
-    def take(self, key: bytes) -> bytes | None:
-        """Somebody else removes what is stored, and has it."""
-
-
-class MemoryStore:
-    turn = nullcontext()
-
-    def __init__(self, room_bytes: int = 64 * MIB) -> None:
-        self.tier = MemoryTier(room_bytes)
-
-    def put(self, key: bytes, content: bytes) -> None:
-        self.tier.chunks[key] = content
-
-    def take(self, key: bytes) -> bytes | None:
-        return self.tier.chunks.pop(key, None)
-
-
-class DiskStore:
-    turn = nullcontext()
-
-    def __init__(self, folder: Path, io: str, capacity_bytes: int = MIB) -> None:
-        self._folder = folder / "chunks"
-        self._settings = TierSettings(
-            type="disk", url=f"file://{folder}", capacity_bytes=capacity_bytes, options={"io": io}
-        )
-        self.tier = create(self._settings)
-
-    def reopen(self) -> None:
-        self.tier.close()
-        self.tier = create(self._settings)
-
-    def put(self, key: bytes, content: bytes) -> None:
-        self._file(key).parent.mkdir(exist_ok=True)
-        self._file(key).write_bytes(content)
-
-    def take(self, key: bytes) -> bytes | None:
-        file = self._file(key)
-        if not file.exists():
-            return None
-        content = file.read_bytes()
-        file.unlink()
-        return content
-
-    def names(self) -> set[str]:
-        """Every file but the lock."""
-        return {path.name for path in self._folder.rglob("*") if path.is_file()} - {"lock"}
-
-    def _file(self, key: bytes) -> Path:
-        return self._folder / key.hex()[-2:] / key.hex()
-
-
-class RedisStore:
-    turn = nullcontext()
-
-    def __init__(self, port: int) -> None:
-        self._client = redis.Redis(port=port, socket_timeout=JOIN_S)
-        self._client.flushall()
-        self.tier = create(TierSettings(type="redis", url=f"redis://127.0.0.1:{port}"))
-
-    def put(self, key: bytes, content: bytes) -> None:
-        self._client.set(self._name(key), content)
-
-    def take(self, key: bytes) -> bytes | None:
-        content: bytes | None = self._client.getdel(self._name(key))
-        return content
-
-    def _name(self, key: bytes) -> str:
-        return f"splitserve:{key.hex()}"
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class S3Store:
-    turn = threading.Lock()
-
-    def __init__(self, server: S3Server, part_bytes: int) -> None:
-        server.reset()
-        server.make_bucket("chunks")
-        options = {
-            "endpoint": server.endpoint,
-            "region": "us-east-1",
-            "access_key": "me",
-            "secret_key": "mine",
-            "part_bytes": str(part_bytes),
-        }
-        url = "s3://chunks/of/tests"
-        self.tier = create(TierSettings(type="s3", url=url, options=options))
-        config = {"access_key_id": "you", "secret_access_key": "yours", "region": "us-east-1"}
-        config["endpoint"] = server.endpoint
-        self._store = from_url(url, config=config, client_options={"allow_http": True})  # type: ignore[arg-type]
-
-    def put(self, key: bytes, content: bytes) -> None:
-        obstore.put(self._store, key.hex(), content, use_multipart=False)
-
-    def take(self, key: bytes) -> bytes | None:
-        try:
-            content = bytes(obstore.get(self._store, key.hex()).bytes())
-        except FileNotFoundError:
-            return None
-        obstore.delete(self._store, key.hex())
-        return content
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +51,7 @@ def s3_process(
     server.kill()
 
 
-STORES = ["memory", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
+STORES = ["memory", "cpu", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
 
 
 @pytest.fixture(params=STORES)
@@ -185,6 +68,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def make_store(request: pytest.FixtureRequest, kind: str, folder: Path) -> Store:
     if kind == "memory":
         return MemoryStore()
+    if kind == "cpu":
+        return ArenaStore(100, PAGES.chunk_bytes)
     if kind.startswith("redis"):
         if kind == "redis-in-pieces":
             patch = request.getfixturevalue("monkeypatch")
@@ -407,6 +292,14 @@ def full_memory(_: pytest.FixtureRequest, __: Path) -> Iterator[Store]:
     yield MemoryStore(ROOM_BYTES)
 
 
+def full_arena(_: pytest.FixtureRequest, __: Path) -> Iterator[Store]:
+    """Of pinned chunks; others would make room."""
+    store = ArenaStore(3, BIG.chunk_bytes, pins=True)
+    store.tier.check()
+    yield store
+    store.tier.close()
+
+
 def full_disk(_: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
     """A file system of 2 MiB, or where none may be mounted a limit on the size of each file."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "tmpfs", str(folder)]
@@ -454,7 +347,7 @@ BIG = ChunkGeometry(
 """1.5 MiB: one of them fits where there is room for two."""
 
 
-@pytest.mark.parametrize("make", [full_memory, full_disk, full_redis])
+@pytest.mark.parametrize("make", [full_memory, full_arena, full_disk, full_redis])
 def test_a_full_store_is_an_outcome(
     request: pytest.FixtureRequest, tmp_path: Path, make: Any
 ) -> None:

@@ -1,5 +1,5 @@
-"""Two minutes of chaos on a cluster of mock engines, without and with a shared cache: every kind of
-fault at least once, and the bars of `make chaos`.
+"""Chaos on a cluster of mock engines, for a minute, and for two without and with a shared cache:
+every kind of fault at least once, and the bars of `make chaos`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECONDS = 100.0
-MINIMUM_REQUESTS = 500
+REQUESTS_PER_S = 5
 
 
 @pytest.mark.timeout(900)
-async def test_two_minutes_of_chaos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [50.0, pytest.param(SECONDS, marks=LONG)])
+async def test_a_minute_or_two_of_chaos(tmp_path: Path, seconds: float) -> None:
     """No hang, no wrong text, nothing left behind, every failure an OpenAI error, and the share of
     saved requests; a failure prints the seed and the stories.
     """
-    plan = Plan(seed=20_26, seconds=SECONDS, round_s=SECONDS, each_kind=True)
+    plan = Plan(seed=20_26, seconds=seconds, round_s=seconds, each_kind=True)
     result = await torment(plan, tmp_path)
     assert not result.verdict.violations, explain(result)
     assert {fault.kind for fault in result.faults} == {*KINDS, LAST_KIND}
     outcomes = [one.outcome for one in result.verdict.judged]
-    assert outcomes.count(Outcome.OK) > MINIMUM_REQUESTS
+    assert outcomes.count(Outcome.OK) > REQUESTS_PER_S * seconds
     assert Outcome.LEFT in outcomes
 
 
@@ -52,4 +53,6 @@ async def test_two_minutes_of_chaos_with_a_cache(tmp_path: Path, seconds: float)
     result = await torment(plan, tmp_path)
     assert not result.verdict.violations, explain(result)
     assert {fault.kind for fault in result.faults} >= {*CACHE_KINDS} - {"fill disk"}
-    assert [one.outcome for one in result.verdict.judged].count(Outcome.OK) > MINIMUM_REQUESTS
+    assert [one.outcome for one in result.verdict.judged].count(
+        Outcome.OK
+    ) > REQUESTS_PER_S * seconds

@@ -1,22 +1,36 @@
 """The host's cache under real vLLM engines with the tiny model: one prefill and one decode node,
-shared by all tests of this file; the last one starts everything again.
-
-What is right is what the same engines answer without the cache: a request with a salt of its own
-finds nothing. Engines' own prefix caches are emptied wherever a hit has to be the cache's.
+shared by all tests of this file. Those at its end have everything started again, with blocks of
+another size and with tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from support.cached_split import (
+    ANSWER,
+    CHUNK,
+    Asked,
+    CachedSplit,
+    ask,
+    ask_without_hit,
+    chunks_of,
+    engine_url,
+    forget,
+    new_prompt,
+    stored,
+    whole,
+)
 from support.lora_adapter import write_adapter
-from support.split_client import Split, start_split, stop_split
+from support.split_client import stop_split
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -24,65 +38,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-BLOCK = 32
-CHUNK = 64
-ANSWER = 12
-START_LIMIT_S = 400.0
-STORED_LIMIT_S = 20.0
-CLUSTER = """
-name: vllm-cache
-allow_shared_devices: true
-model: {{path: MODEL, served_name: m}}
-router: {{port: 0}}
-prefill: &pool
-  cpus: [[0]]
-  kv_cache_bytes: 50 MB
-  env: {{VLLM_SERVER_DEV_MODE: "1", VLLM_ALLOW_RUNTIME_LORA_UPDATING: "1",
-    SPLITSERVE_TRANSFER_LOG: {log}}}
-  engine_args: {{dtype: float32, block_size: 32, max_model_len: 2048, enforce_eager: true,
-    max_num_batched_tokens: 256, enable_prompt_tokens_details: true, enable_lora: true}}
-  transfer: {{transport: nixl, lease_s: 15}}
-decode:
-  <<: *pool
-  cpus: [[1]]
-cache:
-  chunk_tokens: 64
-  tiers:
-    - {{type: cpu, capacity_bytes: 64 MiB}}
-    - {{type: disk, capacity_bytes: 256 MiB, path: DISK}}
-"""
-
-_salts = itertools.count()
-_seeds = itertools.count()
-
-
-@dataclass
-class CachedSplit:
-    """The cluster, which a test may start again, and its disk tier."""
-
-    config: str
-    folder: Path
-    split: Split
-
-    def chunks_on_disk(self) -> set[str]:
-        """Keys of the chunks that are there."""
-        return {file.name for file in (self.folder / "disk" / "chunks").glob("??/*")}
-
-    async def until_stored(self, chunks: int) -> None:
-        """So many chunks are on the disk."""
-        end = asyncio.get_running_loop().time() + STORED_LIMIT_S
-        while len(found := self.chunks_on_disk()) < chunks:
-            missing = f"{len(found)} of {chunks} chunks are on the disk"
-            assert asyncio.get_running_loop().time() < end, missing
-            await asyncio.sleep(0.02)
+BLOCK, OTHER_BLOCK = 32, 64
 
 
 @pytest.fixture(scope="module")
 def cached(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedSplit]:
     """One prefill and one decode engine with a cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    config = CLUSTER.replace("MODEL", str(tiny_model)).replace("DISK", str(folder / "disk"))
-    cached = CachedSplit(config, folder, start_split(config, folder, START_LIMIT_S))
+    cached = CachedSplit(tiny_model, tmp_path_factory.mktemp("cache"), BLOCK)
+    cached.start()
     yield cached
     stop_split(cached.split)
 
@@ -91,102 +54,6 @@ def cached(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
-
-
-def new_prompt(length: int) -> list[int]:
-    """Tokens that no other prompt of this run begins with."""
-    draw = random.Random(next(_seeds))
-    return [draw.randrange(1, 250) for _ in range(length)]
-
-
-def whole(tokens: int) -> int:
-    """Tokens of the whole chunks of so many."""
-    return tokens // CHUNK * CHUNK
-
-
-def chunks_of(tokens: int) -> int:
-    """Whole chunks of the KV of so many tokens, the last of which was never computed."""
-    return (tokens - 1) // CHUNK
-
-
-class Asked:
-    """An answer and how much of its prompt was known."""
-
-    def __init__(self, answer: dict[str, Any], transfers: list[dict[str, Any]]) -> None:
-        self.ids: list[list[int]] = [choice["token_ids"] for choice in answer["choices"]]
-        """The tokens of every choice."""
-        self._usage = answer["usage"]
-        self._transfers = transfers
-
-    @property
-    def known_to_decode(self) -> int:
-        """Prompt tokens that the decode node did not ask the prefill node for, in whole blocks; all
-        of them when it asked for nothing. What the prefill node has computed and stored a moment
-        before counts too.
-        """
-        blocks = [transfer["first_block"] for transfer in self._transfers]
-        return min(blocks) * BLOCK if blocks else int(self._usage["prompt_tokens"])
-
-    @property
-    def known_to_engine(self) -> int:
-        """Prompt tokens that a single engine did not compute, as its usage says."""
-        return int(self._usage["prompt_tokens_details"]["cached_tokens"])
-
-
-async def ask(
-    cached: CachedSplit, session: aiohttp.ClientSession, prompt: list[int], **fields: Any
-) -> Asked:
-    """A greedy completion through the router, or with ``url`` from one engine."""
-    split = cached.split
-    url = fields.pop("url", split.url)
-    headers = {} if url == split.url else split.key_of(url)
-    body = {
-        "model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True, **fields,
-    }  # fmt: skip
-    before = len(split.transfers("receive"))
-    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
-        assert answer.status == 200, await answer.text()
-        found: dict[str, Any] = await answer.json()
-    return Asked(found, split.transfers("receive")[before:])
-
-
-async def ask_without_hit(
-    cached: CachedSplit, session: aiohttp.ClientSession, prompt: list[int], **fields: Any
-) -> list[list[int]]:
-    """The right tokens: what one engine answers that knows nothing of the prompt."""
-    url = await engine_url(cached, "decode-0")
-    salt = f"nobody else's {next(_salts)}"
-    answer = await ask(cached, session, prompt, cache_salt=salt, url=url, **fields)
-    assert answer.known_to_engine == 0
-    return answer.ids
-
-
-async def engine_url(cached: CachedSplit, node: str) -> str:
-    """Where a node's engine listens."""
-    return str((await cached.split.nodes())[node]["engine_url"])
-
-
-async def forget(cached: CachedSplit, session: aiohttp.ClientSession) -> None:
-    """The engines are idle and know no prefix; the cache does."""
-    await cached.split.wait_until_idle()
-    await cached.split.forget_prefixes(session)
-
-
-async def stored(
-    cached: CachedSplit, session: aiohttp.ClientSession, *prompts: list[int], **fields: Any
-) -> list[Asked]:
-    """The answers to prompts of which nothing is known; every whole chunk of them and of their
-    answers is on the disk afterwards, and the engines have forgotten them.
-    """
-    until = len(cached.chunks_on_disk())
-    answers = []
-    for prompt in prompts:
-        answers.append(await ask(cached, session, prompt, **fields))
-        until += chunks_of(len(prompt) + fields.get("max_tokens", ANSWER))
-    await cached.until_stored(until)
-    await forget(cached, session)
-    return answers
 
 
 async def test_a_second_request_hits(cached: CachedSplit, session: aiohttp.ClientSession) -> None:
@@ -324,17 +191,117 @@ async def test_adapters_do_not_share_chunks(
     assert all(one != other for one, other in itertools.combinations(answers, 2))
 
 
-async def test_a_restart_of_everything_hits_the_disk(
-    cached: CachedSplit, session: aiohttp.ClientSession
-) -> None:
-    """Engines, cache server and router are new: what the disk has is loaded from there."""
+@dataclass
+class Restarted:
+    """The cluster after everything was started again."""
+
+    cached: CachedSplit
+    prompt: list[int]
+    """Of which the cluster before has left all chunks on the disk,"""
+    cold: Asked
+    """and which it has answered so."""
+
+    async def cache(self, verb: str, *arguments: str, status: int = 0) -> dict[str, Any]:
+        """What ``splitserve cache VERB`` tells."""
+        up = self.cached.split.up
+        done = await asyncio.to_thread(up.run, "cache", verb, *arguments, "--json")
+        assert done.returncode == status, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def file(self, name: str, content: str) -> str:
+        """The path of a file with that."""
+        path = self.cached.folder / name
+        path.write_text(content)
+        return str(path)
+
+
+@pytest.fixture(scope="module")
+def restarted(cached: CachedSplit) -> Restarted:
+    """Engines, cache server and router are new, blocks are larger, and clients need keys."""
     prompt = new_prompt(300)
-    (cold,) = await stored(cached, session, prompt)
+
+    async def store() -> Asked:
+        async with aiohttp.ClientSession() as session:
+            return (await stored(cached, session, prompt))[0]
+
+    cold = asyncio.run(store())
     stop_split(cached.split)
-    cached.split = start_split(cached.config, cached.folder, START_LIMIT_S)
-    warm = await ask(cached, session, prompt)
-    assert (warm.ids, warm.known_to_decode) == (cold.ids, whole(300))
-    assert warm.ids == await ask_without_hit(cached, session, prompt)
+    cached.block_tokens = OTHER_BLOCK
+    cached.start(has_tenants=True)
+    return Restarted(cached, prompt, cold)
+
+
+async def test_after_a_restart_blocks_of_another_size_are_filled_from_disk(
+    restarted: Restarted, session: aiohttp.ClientSession
+) -> None:
+    """What engines with blocks of 32 tokens have stored is loaded from disk into blocks of 64, on
+    both nodes, and the tokens are the same; what those store is found too.
+    """
+    cached, prompt = restarted.cached, restarted.prompt
+    for node in ("prefill-0", "decode-0"):
+        alone = await ask(cached, session, prompt, url=await engine_url(cached, node))
+        assert (alone.ids, alone.known_to_engine) == (restarted.cold.ids, whole(300)), node
+    await forget(cached, session)
+    longer, decode = prompt + new_prompt(100), await engine_url(cached, "decode-0")
+    before = len(cached.chunks_on_disk())
+    first = await ask(cached, session, longer, url=decode)
+    assert first.known_to_engine == whole(300)
+    await cached.until_stored(before + chunks_of(400 + ANSWER) - chunks_of(300))
+    await forget(cached, session)
+    again = await ask(cached, session, longer, url=decode)
+    assert again.known_to_engine == whole(400)
+    assert first.ids == again.ids == await ask_without_hit(cached, session, longer)
+
+
+async def test_operators_find_and_move_what_a_tenant_has_stored(
+    restarted: Restarted, session: aiohttp.ClientSession
+) -> None:
+    """Text and chats are looked up as engines have stored them. What was moved to the disk,
+    prefetched and pinned is loaded, and its tokens are right. A tenant that is cleared has lost its
+    own chunks, also the pinned ones if that is said, and nobody else's.
+    """
+    cached = restarted.cached
+    draw = random.Random(9)
+    text = "".join(draw.choices(string.ascii_letters, k=300))
+    messages = [{"role": "user", "content": text[::-1]}]
+    right = await ask_without_hit(cached, session, text)
+    for tenant in ("alice", "bob"):
+        (first,) = await stored(cached, session, text, tenant=tenant)
+        assert first.ids == right
+    before = len(cached.chunks_on_disk())
+    chat = await ask(cached, session, "", messages=messages, tenant="alice", max_tokens=1)
+    await cached.until_stored(before + chunks_of(chat.prompt_tokens + 1))
+    await forget(cached, session)
+
+    alice = ["--prompt-file", restarted.file("text", text), "--tenant", "alice"]
+    bob = [*alice[:-1], "bob"]
+    chat_of_alice = ["--messages", restarted.file("chat", json.dumps(messages)), *alice[2:]]
+    everywhere = {"cpu": whole(300), "disk": whole(300)}
+    found = await restarted.cache("lookup", *alice)
+    assert (found["tokens"], found["cached_tokens"], found["tiers"]) == (300, 256, everywhere)
+    found = await restarted.cache("lookup", *chat_of_alice)
+    assert found["tokens"] == chat.prompt_tokens
+    assert found["cached_tokens"] == whole(chat.prompt_tokens) > 300
+
+    moved = await restarted.cache("move", *alice, "--tier", "disk")
+    assert (moved["tokens"], moved["missing"]) == (256, 0)
+    assert (await restarted.cache("lookup", *alice))["tiers"] == {"cpu": 0, "disk": 256}
+    assert (await restarted.cache("prefetch", *alice))["tokens"] == 256
+    assert (await restarted.cache("pin", *alice, "--tier", "cpu"))["tokens"] == 256
+    found = await restarted.cache("lookup", *alice)
+    assert (found["tiers"], found["pinned_tokens"]) == (everywhere, 256)
+    warm = await ask(cached, session, text, tenant="alice")
+    assert (warm.ids, warm.known_to_decode) == (right, 256)
+    await forget(cached, session)
+
+    await restarted.cache("clear", "--tenant", "alice")
+    assert (await restarted.cache("lookup", *alice))["tiers"] == {"cpu": 256, "disk": 0}
+    assert (await restarted.cache("lookup", *chat_of_alice))["cached_tokens"] == 0
+    await restarted.cache("clear", "--tenant", "alice", "--pinned")
+    assert (await restarted.cache("lookup", *alice))["cached_tokens"] == 0
+    assert (await restarted.cache("lookup", *bob))["tiers"] == everywhere
+    assert (await ask(cached, session, text, tenant="alice")).ids == right
 
 
 async def load_adapter(

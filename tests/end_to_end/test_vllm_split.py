@@ -1,7 +1,7 @@
 """The quickstart's shape with the real model on two real vLLM engines, started by `splitserve up`.
 
-One cluster is shared by all tests of this file. A plain engine's answer is had from the prefill
-engine itself, asked without a transfer and with an empty prefix cache.
+One cluster is shared by all tests of this file; the last one kills it. A plain engine's answer is
+had from the prefill engine itself, asked without a transfer and with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 from support.split_client import Split, start_split, stop_split
-from support.up_process import wait_for
+from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,9 @@ def split(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("vllm")
     split = start_split(CLUSTER.replace("MODEL", str(real_model)), folder, START_LIMIT_S)
     yield split
-    stop_split(split)
+    if split.up.process.poll() is None:
+        stop_split(split)
+    split.up.close()
 
 
 def prompts(lengths: list[int], seed: int) -> list[list[int]]:
@@ -70,6 +72,15 @@ async def test_every_socket_listens_on_loopback(split: Split) -> None:
                 listening.add(connection.laddr.ip.removeprefix("::ffff:"))
     assert listening
     assert all(ipaddress.ip_address(address).is_loopback for address in listening), listening
+
+
+async def test_engines_stay_on_the_cpus_of_their_node(split: Split) -> None:
+    """Every process of an engine may run there only."""
+    for name, cpu in (("prefill-0", 0), ("decode-0", 1)):
+        (agent,) = split.up.pids(f"orchestrator.agent --node {name}")
+        engine = psutil.Process(agent).children(recursive=True)
+        assert len(engine) >= 4
+        assert {tuple(process.cpu_affinity() or ()) for process in engine} == {(cpu,)}
 
 
 async def test_engine_processes_wait_without_polling(split: Split) -> None:
@@ -223,3 +234,12 @@ async def test_prefill_engine_killed_in_mid_prefill(split: Split) -> None:
             lambda: len(split.transfers("receive")) > before, 10, "a transfer from the new engine"
         )
         assert split.transfers("receive")[-1]["outcome"] == "landed"
+
+
+async def test_nothing_outlives_a_killed_up(split: Split) -> None:
+    """After a SIGKILL of `up` neither the agents nor the engines below it are left."""
+    tree = psutil.Process(split.up.process.pid).children(recursive=True)
+    assert len(tree) >= 8
+    kill([split.up.process.pid])
+    assert psutil.wait_procs(tree, timeout=30)[1] == []
+    split.up.wait_until_nothing_is_left(1)

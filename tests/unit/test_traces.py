@@ -59,7 +59,16 @@ def test_packed_files_are_unpacked(tmp_path: Path) -> None:
         ('{"timestamp": 1', ", line 2: Input data was truncated"),
         ({**GOOD, "input_length": -1}, ", line 2: Expected `int` >= 0 - at `$.input_length`"),
         ({**GOOD, "hash_ids": "7"}, ", line 2: Expected `array`, got `str` - at `$.hash_ids`"),
+        (
+            {**GOOD, "output_length": 10**7 + 1},
+            ", line 2: Expected `int` <= 10000000 - at `$.output_length`",
+        ),
         ({"timestamp": 1}, ", line 2: Object missing required field `input_length`"),
+        (
+            {**GOOD, "timestamp": 1499},
+            ", line 2: this request came at 1.499 s, before that of line 1 at 1.5 s; sort the rows",
+        ),
+        ("1,2,3", ", line 2: this line has another form than the file's beginning, which is Moonc"),
         (
             {**GOOD, "hash_ids": [7]},
             ", line 2: 25 tokens are 3 blocks of 10, but hash_ids has 1; is the size of blocks "
@@ -78,6 +87,95 @@ def test_packed_files_are_unpacked(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: object, expected: str) -> None:
     """With its number and what is wrong with it."""
     assert refusal(write(tmp_path, GOOD, line)).startswith(expected)
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def test_azure_rows_are_requests_without_blocks(tmp_path: Path) -> None:
+    """Times have any number of digits and count from the first row; the columns may stand in any
+    order, quoted, among others, behind a byte order mark.
+    """
+    rows = ("2023-11-16 18:15:46.6805900,4808,10", "", "2023-11-16 18:15:47.1805901,110,27")
+    expected = [TraceRequest(0.0, 4808, 10, ()), TraceRequest(0.5, 110, 27, ())]
+    assert list(read_trace(write(tmp_path, AZURE, *rows), 512)) == expected
+    header = '\ufeffmodel,GeneratedTokens,"TIMESTAMP",ContextTokens'
+    rows = ("x,10,2024-05-10T00:00:00Z,4808", "y,27,2024-05-10 02:00:00.500+02:00,110")
+    assert list(read_trace(write(tmp_path, header, *rows), 512)) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("2023-11-16 18:15:45,1,1", "this request came at -1 s, before that of line 2 at 0 s"),
+        ("2023-11-16 18:15:46,-1,1", "ContextTokens -1 is not between 0 and 10000000 tokens"),
+        ("2023-11-16 18:15:46,1,99999999999", "GeneratedTokens 99999999999 is not between 0 and"),
+        ("2023-11-16 18:15:46,1," + "9" * 5000, "GeneratedTokens 99999"),
+        ("2023-11-16 18:15:46,1.5,1", "ContextTokens '1.5' is no whole number"),
+        ("2023-11-16 18:15:46,,1", "ContextTokens '' is no whole number"),
+        ("2023-11-16 18:15:46,1", "2 columns, but the header has 3"),
+        ("yesterday,1,1", "TIMESTAMP 'yesterday' is no time such as"),
+        ("2023-11-16 18:15:46Z,1,1", "TIMESTAMP '2023-11-16 18:15:46Z': either all times"),
+        ('"2023-11-16 18:15:46,1,1', "no CSV"),
+        (GOOD, "this line has another form than the file's beginning, which is Azure CSV"),
+    ],
+)
+def test_a_bad_azure_row_is_named(tmp_path: Path, row: object, expected: str) -> None:
+    """With its number, the column and what is wrong."""
+    path = write(tmp_path, AZURE, "2023-11-16 18:15:46,1,1", row)
+    assert refusal(path).startswith(f", line 3: {expected}")
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    """Beside those that are there; a header alone is no trace."""
+    path = write(tmp_path, "TIMESTAMP,ContextTokens", "2023-11-16 18:15:46,1")
+    expected = ", line 1: the column GeneratedTokens is missing; there are TIMESTAMP, ContextTokens"
+    assert refusal(path) == expected
+    assert "there are no requests" in refusal(write(tmp_path, AZURE))
+
+
+LOGGED = {
+    "event": "request",
+    "received_unix_s": 1_700_000_002.5,
+    "prompt_tokens_estimate": 40,
+    "prompt_tokens": 33,
+    "output_tokens": 7,
+    "output_limit_tokens": None,
+    "outcome": "ok",
+}
+LOG_LINE = "2026-01-02 03:04:05,678 INFO splitserve.orchestrator.router.app: listening"
+
+
+def test_a_routers_log_is_a_trace(tmp_path: Path) -> None:
+    """Its requests in the order of arrival, whatever else it says; an answer that never came has
+    the length that was allowed, and without a limit the request is left out.
+    """
+    earlier = {**LOGGED, "received_unix_s": 1_700_000_001, "prompt_tokens": None}
+    refused = {**LOGGED, "output_tokens": None, "output_limit_tokens": 64}
+    unknown = {**LOGGED, "output_tokens": None}
+    other = {"event": "other"}
+    path = write(tmp_path, LOG_LINE, other, LOGGED, "a trace back", earlier, refused, unknown)
+    assert list(read_trace(path, 512)) == [
+        TraceRequest(0.0, 40, 7, ()),
+        TraceRequest(1.5, 33, 7, ()),
+        TraceRequest(1.5, 33, 64, ()),
+    ]
+    assert len(list(read_trace(write(tmp_path, LOGGED), 512))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({**LOGGED, "output_tokens": -1}, "Expected `int` >= 0 - at `$.output_tokens`"),
+        ({"event": "request"}, "Object missing required field `received_unix_s`"),
+        ('{"event": "requ', "Input data was truncated"),
+        (GOOD, "this line has another form than the file's beginning, which is the log of a"),
+    ],
+)
+def test_a_bad_line_of_a_log_is_named(tmp_path: Path, line: object, expected: str) -> None:
+    """With its number; a log without requests is no trace."""
+    assert refusal(write(tmp_path, LOGGED, line)).startswith(f", line 2: {expected}")
+    assert "there are no requests" in refusal(write(tmp_path, LOG_LINE))
 
 
 def test_other_files_are_told_apart(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.engines.mock.scheduler import Request, Status, StepPlan
+from splitserve.orchestrator.engines.mock.timing import Landings, StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.engines.mock.faults import FaultBox
     from splitserve.orchestrator.engines.mock.model import KvMemory, MockModel, States
     from splitserve.orchestrator.engines.mock.scheduler import Scheduler
+    from splitserve.orchestrator.engines.mock.timing import Timing
 
 NAP_S = 0.001
 """Between steps that compute nothing while a transfer is open."""
@@ -30,14 +32,6 @@ IDLE_LOOK_S = 0.05
 
 class EngineDeadError(RuntimeError):
     """The engine's loop has failed; no request will get an answer."""
-
-
-@dataclass(frozen=True)
-class Delays:
-    """How long computing seems to take, in seconds."""
-
-    per_step_s: float = 0.0
-    per_prompt_token_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class MockEngine:
         scheduler: Scheduler,
         connector: Connector | NoConnector,
         faults: FaultBox,
-        delays: Delays,
+        timing: Timing,
     ) -> None:
         self.scheduler = scheduler
         self.failure: BaseException | None = None
@@ -90,7 +84,9 @@ class MockEngine:
         self._memories = memories
         self._connector = connector
         self._faults = faults
-        self._delays = delays
+        self._timing = timing
+        self._clock = StepClock(model.shape.layers)
+        self._landings = Landings(timing)
         self._tasks: dict[str, _Task] = {}
         self._arrivals: deque[Request] = deque()
         self._aborts: deque[Request] = deque()
@@ -140,25 +136,45 @@ class MockEngine:
             await asyncio.to_thread(self._connector.begin_step, plan)
         else:
             self._connector.begin_step(plan)
+        self._landings.parked(self.scheduler.parked)
+        sampled = await self._compute(plan)
+        results = self._landings.held_back(self._connector.end_step(), self.scheduler.parked)
+        for progress in self.scheduler.update(plan, sampled, results):
+            self._deliver(progress.request, progress.token)
+
+    async def _compute(self, plan: StepPlan) -> dict[str, int]:
+        """The forward pass, layer by layer, each at its time; the new tokens."""
+        if plan.chunks:
+            self._clock.begin(
+                self._timing.step_s(plan),
+                computes_prompts=any(not chunk.request.answer for chunk in plan.chunks),
+            )
+        else:
+            self._clock.rest()
         states = {chunk.request.id: self._states_of(chunk.request) for chunk in plan.chunks}
+        sampled: dict[str, int] = {}
         for layer in range(self._model.shape.layers):
             if plan.chunks:
                 await self._faults.reach_layer(layer)
-                await self._pass_time(plan)
             for chunk in plan.chunks:
                 new = states[chunk.request.id][chunk.first : chunk.first + chunk.tokens]
                 for memory in self._memories:
                     self._model.write(memory, layer, new, chunk.first, chunk.block_ids)
+            if plan.chunks:
+                if layer == self._model.shape.layers - 1:
+                    sampled = self._sample(plan)
+                await self._clock.layer_due(layer)
             self._connector.layer_done(layer)
-        sampled = {
+        return sampled
+
+    def _sample(self, plan: StepPlan) -> dict[str, int]:
+        return {
             chunk.request.id: self._model.next_token(
                 self._memories, chunk.block_ids, chunk.request.length
             )
             for chunk in plan.chunks
             if chunk.samples
         }
-        for progress in self.scheduler.update(plan, sampled, self._connector.end_step()):
-            self._deliver(progress.request, progress.token)
 
     def _states_of(self, request: Request) -> States:
         task = self._tasks.get(request.id)
@@ -166,14 +182,6 @@ class MockEngine:
             return self._model.states(request.tokens)
         task.states = self._model.states(request.tokens, task.states)
         return task.states
-
-    async def _pass_time(self, plan: StepPlan) -> None:
-        """One layer's share of the step's time."""
-        tokens = sum(chunk.tokens for chunk in plan.chunks if not chunk.request.answer)
-        delays = self._delays
-        step_s = delays.per_step_s + tokens * delays.per_prompt_token_s
-        if step_s:
-            await asyncio.sleep(step_s / self._model.shape.layers)
 
     async def _rest(self, plan: StepPlan) -> None:
         """Let others run; wait when there is nothing to compute."""

@@ -189,6 +189,11 @@ class Scheduler:
         return bool(self._parked or self._aborted_parked or self._sending)
 
     @property
+    def parked(self) -> Mapping[str, Request]:
+        """Requests that wait for their prompts, and for which somebody waits."""
+        return self._parked
+
+    @property
     def running_requests(self) -> int:
         """Requests that are being computed."""
         return len(self._running)

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,13 +27,17 @@ from aiohttp import web
 from splitserve.orchestrator.engines.connector_config import ConnectorConfig, cluster_secret
 from splitserve.orchestrator.engines.mock.api import MockApi
 from splitserve.orchestrator.engines.mock.connector import Connector, NoConnector
-from splitserve.orchestrator.engines.mock.engine import Delays, MockEngine
+from splitserve.orchestrator.engines.mock.engine import MockEngine
 from splitserve.orchestrator.engines.mock.faults import FaultBox, initial_faults
 from splitserve.orchestrator.engines.mock.model import WORD_BYTES, KvMemory, KvShape, MockModel
 from splitserve.orchestrator.engines.mock.scheduler import Scheduler
+from splitserve.orchestrator.engines.mock.timing import profile_timing, simple_timing
+from splitserve.orchestrator.tuner.profile import parse_profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from splitserve.orchestrator.engines.mock.timing import Timing
 
 logger = logging.getLogger("splitserve.mock")
 
@@ -116,6 +121,8 @@ def build(options: argparse.Namespace) -> Parts:
             fingerprint=fingerprint(shape, options.seed),
             max_model_len=options.max_model_len,
             prefix_caching=options.enable_prefix_caching,
+            step_limit_tokens=options.max_num_batched_tokens,
+            running_limit_requests=options.max_num_seqs,
         )
     scheduler = Scheduler(
         connector,
@@ -126,9 +133,8 @@ def build(options: argparse.Namespace) -> Parts:
         prefix_caching=options.enable_prefix_caching,
     )
     faults = FaultBox(initial_faults())
-    delays = Delays(options.seconds_per_step, options.seconds_per_prompt_token)
     model = MockModel(shape, options.seed)
-    engine = MockEngine(model, memories, scheduler, connector, faults, delays)
+    engine = MockEngine(model, memories, scheduler, connector, faults, _timing(options))
     api = MockApi(
         engine,
         faults,
@@ -173,6 +179,21 @@ def _check(options: argparse.Namespace, shape: KvShape) -> int:
     return blocks
 
 
+def _timing(options: argparse.Namespace) -> Timing:
+    """What steps and transfers take. Raises ``ValueError``."""
+    if options.profile is None:
+        return simple_timing(options.seconds_per_step, options.seconds_per_prompt_token)
+    if options.seconds_per_step or options.seconds_per_prompt_token:
+        raise ValueError("--profile says what steps take; leave out --seconds-per-...")
+    if options.speed <= 0:
+        raise ValueError(f"--speed {options.speed:g} must be above 0")
+    try:
+        text = Path(options.profile).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--profile {options.profile}: {error.strerror}") from error
+    return profile_timing(parse_profile(text, f"--profile {options.profile}"), options.speed)
+
+
 def _connector_config(text: str) -> ConnectorConfig:
     try:
         settings: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
@@ -215,6 +236,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="stands for the weights")
     add("--seconds-per-step", type=float, default=0.0, help="time that each step seems to take")
     add("--seconds-per-prompt-token", type=float, default=0.0, help="and each prompt token in it")
+    add("--profile", help="JSON file of `splitserve profile`: what steps and transfers take")
+    add("--speed", type=float, default=1.0, help="steps are so many times as fast as --profile")
     add("--enable-faults", action=argparse.BooleanOptionalAction, default=False,
         help="serve /mock/faults")  # fmt: skip
     return parser

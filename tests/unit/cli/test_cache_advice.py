@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from splitserve.orchestrator.cli.advice_picture import Curve, svg
+from splitserve.orchestrator.cli.advice_picture import svg
 from splitserve.orchestrator.cli.cache_advice import advise
+from splitserve.orchestrator.cli.charts import Curve
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, EXIT_REFUSED, TellingGroup
 
 if TYPE_CHECKING:
