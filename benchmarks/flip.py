@@ -2,9 +2,10 @@
 
 One cluster, two prefill and two decode nodes, and open-loop arrivals (Poisson, the same times in
 every window of a round). Each round has three windows in rotating order: ``quiet`` twice, whose
-difference is the A/A spread, and ``flips``, in which a decode node becomes a prefill node, a
-prefill node a decode node, and both take their own roles again. Every text is compared with that of
-a single engine, which is asked before without a transfer.
+difference is the A/A spread, and ``flips``, in which a decode node and a prefill node change their
+roles at the same time, and back: the ratio stays what it was, so that what is seen is the cost of
+the flips and not that of another ratio. Every text is compared with that of a single engine, which
+is asked before without a transfer.
 
 A flip may cost what the work that runs on the node takes to drain, which is measured: from the
 order until the router says that the node owes nothing of its old role. A time to first token above
@@ -36,17 +37,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 WINDOWS = ("quiet", "flips", "quiet again")
-FLIPS_MOCK = (
-    ("decode-1", "prefill"),
-    ("prefill-0", "decode"),
-    ("decode-1", "decode"),
-    ("prefill-0", "prefill"),
-)
-FLIPS_VLLM = (
-    ("decode-1", "prefill"),
-    ("prefill-0", "decode"),
-    ("prefill-0", "prefill"),
-    ("decode-1", "decode"),
+SWAPS = (
+    (("decode-1", "prefill"), ("prefill-0", "decode")),
+    (("prefill-0", "prefill"), ("decode-1", "decode")),
 )
 POLL_S = 0.02
 SETTLE_S = 1.0
@@ -75,7 +68,6 @@ class Bench:
     ) -> None:
         draw = random.Random(1)
         self.cluster, self.session, self.settings = cluster, session, settings
-        self.flips = FLIPS_VLLM if settings.vllm else FLIPS_MOCK
         self.prompts = [
             [draw.randrange(4, 250) for _ in range(draw.randrange(*settings.prompt_tokens))]
             for _ in range(settings.prompts)
@@ -118,21 +110,27 @@ class Bench:
         window.wrong += answer.text != self.right[case]
 
     async def _flip_all(self, window: Window) -> None:
-        """The flips, evenly over the window, each as soon as the one before has settled."""
-        pause_s = self.settings.window_s / (len(self.flips) + 1)
+        """The swaps, evenly over the window."""
+        pause_s = self.settings.window_s / (len(SWAPS) + 1)
         begun = time.monotonic()
-        for number, (node, role) in enumerate(self.flips, 1):
+        for number, swap in enumerate(SWAPS, 1):
             await asyncio.sleep(max(0.0, begun + number * pause_s - time.monotonic()))
-            window.drain_s.append(await self._flip(node, role))
+            ordered = [(node, await self._order(node, role)) for node, role in swap]
+            drains = [self._settled(node, at) for node, at in ordered]
+            window.drain_s += await asyncio.gather(*drains)
 
-    async def _flip(self, node: str, role: str) -> float:
-        """Seconds until the node owed nothing of its old role."""
+    async def _order(self, node: str, role: str) -> float:
+        """When the flip was ordered."""
         url = f"{self.cluster.url}/internal/nodes/{node}/flip"
         ordered = time.monotonic()
         headers = self.cluster.operator_headers()
         async with self.session.post(url, json={"role": role}, headers=headers) as response:
             if response.status != 202:
                 raise RuntimeError(f"{node} was not flipped: {await response.text()}")
+        return ordered
+
+    async def _settled(self, node: str, ordered: float) -> float:
+        """Seconds until the node owed nothing of its old role."""
         while True:
             if not (await self._nodes())[node]["is_flipping"]:
                 return time.monotonic() - ordered
