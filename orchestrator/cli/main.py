@@ -15,6 +15,7 @@ from splitserve.orchestrator.cli.errors import TellingGroup
 from splitserve.orchestrator.cli.flips import flip
 from splitserve.orchestrator.cli.model import model
 from splitserve.orchestrator.cli.quickstart import quickstart
+from splitserve.orchestrator.cli.record import record
 from splitserve.orchestrator.cli.up import down, status, up
 
 
@@ -35,6 +36,7 @@ def version() -> None:
 
 for command in (up, status, down, drain, restart, flip, cache, quickstart, model, config, doctor):
     main.add_command(command)
+main.add_command(record)
 cache.add_command(advise)
 
 if __name__ == "__main__":

@@ -46,7 +46,10 @@ def test_pools_that_are_started_alike_have_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("decode", "words"),
     [
-        ({"kv_cache_bytes": 2**20}, "kv_cache_bytes is 4194304 but decode.kv_cache_bytes is 1048576"),
+        (
+            {"kv_cache_bytes": 2**20},
+            "kv_cache_bytes is 4194304 but decode.kv_cache_bytes is 1048576",
+        ),
         (
             {"engine_args": {"max_num_seqs": 64}},
             "prefill.engine_args.max_num_seqs is 8 but decode.engine_args.max_num_seqs is 64",
