@@ -66,8 +66,6 @@ class TraceLines:
     """Makes the lines of one file. Every method returns what can be written now."""
 
     def __init__(self, block_tokens: int) -> None:
-        self.written = 0
-        """Lines so far."""
         self.left_out = 0
         """Requests that got no line: without an answer or a limit for it, or lost."""
         self.is_closed = False
@@ -113,7 +111,6 @@ class TraceLines:
             if line is None:
                 self.left_out += 1
             else:
-                self.written += 1
                 lines.append(msgspec.json.encode(line) + b"\n")
         return b"".join(lines)
 

@@ -83,6 +83,8 @@ class TraceFile:
         except FileExistsError as error:
             raise RefusedError(f"--out {path}: there is such a file; name another one") from error
         self._size = 0
+        self.lines = 0
+        """That it holds."""
 
     def append(self, lines: bytes) -> None:
         """All of the lines are in the file, or none of them. Raises ``OSError``."""
@@ -95,6 +97,7 @@ class TraceFile:
             os.lseek(self._file, self._size, os.SEEK_SET)
             raise
         self._size += len(lines)
+        self.lines += lines.count(b"\n")
 
     def __enter__(self) -> TraceFile:
         return self
@@ -195,9 +198,9 @@ class Recording:
             self._all_ended.set()
 
     def _told(self) -> str:
-        lines = self._lines
-        left_out = f", {lines.left_out} are left out" if lines.left_out else ""
-        return f"{lines.written} requests are in {self._file.path}{left_out}"
+        count = self._lines.left_out
+        left_out = f", {count} are left out" if count else ""
+        return f"{self._file.lines} requests are in {self._file.path}{left_out}"
 
     def _url(self) -> str:
         return self._record.url.removesuffix("/v1") + RECORDING_PATH
