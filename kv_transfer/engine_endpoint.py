@@ -49,6 +49,16 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="descript
     """Its own prefix cache is on, and ``AskPrefixes`` says what is in it."""
     uses_cache: bool = False
     """It loads what the host's cache has."""
+    step_limit_tokens: int = 0
+    """Tokens that a step computes at most; 0 in this and what follows: not known."""
+    running_limit_requests: int = 0
+    kv_bytes_per_token: int = 0
+    """Of all layers, heads and ranks."""
+    vocabulary_tokens: int = 0
+    engine: str = ""
+    """Name and version."""
+    hardware: str = ""
+    """What it computes on, for people."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

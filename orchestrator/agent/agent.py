@@ -335,6 +335,12 @@ class Agent:
             host=socket.gethostname(),
             reports_prefixes=description.reports_prefixes,
             uses_cache=description.uses_cache,
+            step_limit_tokens=description.step_limit_tokens,
+            running_limit_requests=description.running_limit_requests,
+            kv_bytes_per_token=description.kv_bytes_per_token,
+            vocabulary_tokens=description.vocabulary_tokens,
+            engine=description.engine,
+            hardware=description.hardware,
             flip_obstacle=self._flip_obstacle,
         )
 

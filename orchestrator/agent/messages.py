@@ -46,6 +46,15 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """It says which beginnings of prompts its prefix cache has."""
     uses_cache: bool = False
     """It loads what its host's cache has."""
+    step_limit_tokens: int = 0
+    """Tokens that a step computes at most; 0 in this and what follows: not known."""
+    running_limit_requests: int = 0
+    kv_bytes_per_token: int = 0
+    vocabulary_tokens: int = 0
+    engine: str = ""
+    """Name and version."""
+    hardware: str = ""
+    """What it computes on, for people."""
     flip_obstacle: str = ""
     """Why the node cannot change its role; empty when it can."""
 

@@ -16,6 +16,7 @@ from splitserve.orchestrator.cli.flips import flip
 from splitserve.orchestrator.cli.model import model
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
+from splitserve.orchestrator.cli.tune import tune_command
 from splitserve.orchestrator.cli.up import down, status, up
 
 
@@ -34,9 +35,10 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, down, drain, restart, flip, cache, quickstart, model, config, doctor):
+for command in (up, status, down, drain, restart, flip, record, tune_command, cache):
     main.add_command(command)
-main.add_command(record)
+for command in (quickstart, model, config, doctor):
+    main.add_command(command)
 cache.add_command(advise)
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "uptime_s": round(time.time() - record.started, 1),
         "log_dir": record.log_dir,
         "cache": _cache_state(files) if running else "",
-        "flip_obstacle": next((n.flip_obstacle for n in nodes if n is not None), ""),
+        "flip_obstacle": next((n.flip_obstacle for n in nodes if n and n.flip_obstacle), ""),
         "nodes": [
             msgspec.to_builtins(node) | {"owed": owed.get(node.node)}
             for node in nodes
@@ -250,17 +250,19 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         used = node["total_blocks"] - node["free_blocks"]
         status = msgspec.convert(node, type=NodeStatus)
         state = stage_of(status)
-        if node["owed"]:
-            state += f", owes {owed_in_words(node['owed'])} of its old role"
         blocks = f"{used} of {node['total_blocks']}"
         if node["quarantined_blocks"]:
             blocks += f" ({node['quarantined_blocks']} quarantined)"
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], role_of(status), state, *numbers)
     console.print(table)
-    console.print(
-        f"roles: {roles_in_words(facts['flip_obstacle'])}", highlight=False, soft_wrap=True
-    )
+    for node in facts["nodes"]:
+        if node["owed"]:
+            line = f"{node['node']} still owes {owed_in_words(node['owed'])} of its old role"
+            console.print(line, highlight=False, soft_wrap=True)
+    if facts["nodes"]:
+        roles = roles_in_words(facts["flip_obstacle"])
+        console.print(f"roles: {roles}", highlight=False, soft_wrap=True)
     if facts["cache"]:
         state = facts["cache"]
         more = "; `splitserve cache stat` says more" if state == "ready" else ""

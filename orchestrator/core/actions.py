@@ -48,6 +48,8 @@ class Actions(Endings):
         choice = request.choice
         assert choice is not None
         assert choice.prefill is not None
+        if request.arrived.pinned is not None:
+            return self._end_with_error(request, 502, reason, now)
         request.tried_prefill.add(choice.prefill.description.incarnation)
         others = [
             node
@@ -135,6 +137,8 @@ class Actions(Endings):
         """Cancel both legs and go to a decode node that was not tried; None when there is none."""
         assert request.choice is not None
         request.tried.add(request.choice.decode.description.incarnation)
+        if request.arrived.pinned is not None:
+            return None
         if len(request.tried) >= self.limits.max_attempts:
             return None
         if not self.has_untried_node(request):

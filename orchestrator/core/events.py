@@ -93,6 +93,14 @@ class FlipRequested(msgspec.Struct, frozen=True):
     """Also when no other prefill node is usable."""
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """The nodes that a probe measures (``probing``)."""
+
+    decode: str
+    """Computes the answer, and the prompt too when there is no other node; of either role."""
+    prefill: str = ""
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     """A request that passed authentication and validation wants a place."""
 
@@ -112,6 +120,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
     """Of the prompt (``kv_transfer/prefix_marks.py``)."""
     prompt_bytes: int = 0
     """What the places of the marks relate to."""
+    pinned: Pinned | None = None
+    """Where it goes, and nowhere else."""
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True):

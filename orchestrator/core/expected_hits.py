@@ -45,15 +45,23 @@ def expected_hits(
     if not found:
         return NO_HITS
     hits: Hits = {}
+    own_hits: dict[Held, Hit] = {}
+    """Many nodes have equally much."""
     for node in nodes:
         description = node.description
         own = found.get(description.incarnation)
         shared = found.get(cache_source(description.host)) if description.uses_cache else None
-        if own is None and shared is None:
+        if shared is None:
+            if own is None:
+                continue
+            hit = own_hits.get(own)
+            if hit is None:
+                tokens = _tokens(own, arrived)
+                hit = own_hits[own] = Hit(tokens, tokens, own.tokens)
+            hits[description.incarnation] = hit
             continue
         own_tokens, shared_tokens = _tokens(own, arrived), _tokens(shared, arrived)
-        more = own if own_tokens >= shared_tokens else shared
-        assert more is not None
+        more = own if own is not None and own_tokens >= shared_tokens else shared
         hits[description.incarnation] = Hit(max(own_tokens, shared_tokens), own_tokens, more.tokens)
     return hits
 

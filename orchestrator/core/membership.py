@@ -84,6 +84,8 @@ class Node:
     decode_breaker: Breaker = field(default_factory=Breaker)
     chosen_at: int = 0
     """Number of the latest choice; the node chosen longest ago wins a tie."""
+    placed_legs: int = 0
+    """All legs that were ever sent to it."""
     drain: Drain | None = None
 
     @property

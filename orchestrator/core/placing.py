@@ -248,6 +248,7 @@ class Placing(Suspecting, ABC):
         request.decode_attempt = request.attempt
         request.timeline.decode_node = node.name
         node.decode_legs += 1
+        node.placed_legs += 1
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_decode_leg = True
@@ -258,6 +259,7 @@ class Placing(Suspecting, ABC):
         request.prefill_attempt = request.attempt
         request.timeline.prefill_node = node.name
         node.prefill_legs += 1
+        node.placed_legs += 1
         node.prefill_tokens += _to_prefill(request)
         node.committed_blocks += blocks
         node.chosen_at = self._choices

@@ -58,14 +58,22 @@ class PrefixIndex:
         """A source has said what it holds; with ``is_first`` everything said before is void."""
         if is_first:
             self.drop(source)
-        for mark in removed:
-            self._remove(source, mark)
         held = self._marks.setdefault(source, set())
+        for mark in removed:
+            if mark in held:
+                held.remove(mark)
+                self._forget(source, mark)
+        holders, limit = self._holders, self._source_limit_marks
         for mark, tokens in added:
-            if mark not in held and len(held) >= self._source_limit_marks:
-                continue
-            held.add(mark)
-            self._holders.setdefault(mark, {})[source] = tokens
+            if mark not in held:
+                if len(held) >= limit:
+                    continue
+                held.add(mark)
+            known = holders.get(mark)
+            if known is None:
+                holders[mark] = {source: tokens}
+            else:
+                known[source] = tokens
         if not held:
             del self._marks[source]
 
@@ -94,15 +102,6 @@ class PrefixIndex:
             if len(found) == sources:
                 break
         return found
-
-    def _remove(self, source: str, mark: bytes) -> None:
-        held = self._marks.get(source)
-        if held is None or mark not in held:
-            return
-        held.remove(mark)
-        if not held:
-            del self._marks[source]
-        self._forget(source, mark)
 
     def _forget(self, source: str, mark: bytes) -> None:
         holders = self._holders[mark]

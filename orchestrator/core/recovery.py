@@ -64,5 +64,9 @@ class Recovery(Actions):
         )
 
     def _has_moved_enough(self, request: Request) -> bool:
-        """Nodes that speak and fall silent in turn must not keep a request moving."""
+        """Nodes that speak and fall silent in turn must not keep a request moving; a probe never
+        moves.
+        """
+        if request.arrived.pinned is not None:
+            return True
         return request.attempt >= 2 * self.limits.max_attempts

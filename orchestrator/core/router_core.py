@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.core.admission import Admission
 from splitserve.orchestrator.core.audit import Audit, Difference, find
 from splitserve.orchestrator.core.breaker import is_engine_fault
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
@@ -33,6 +32,7 @@ from splitserve.orchestrator.core.expected_hits import cache_source
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.probing import Probing
 from splitserve.orchestrator.core.requests import Request
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ time over, and what the nodes said meanwhile unread: it reads that first.
 """
 
 
-class RouterCore(Admission):
+class RouterCore(Probing):
     """All decisions of the router."""
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -312,6 +312,8 @@ class RouterCore(Admission):
                 request, 503, "no decode node is ready", now, retry_after_s=5
             )
         self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
+        if event.pinned is not None:
+            return self.admit_probe(request, event.pinned, now)
         return self.admit(request, now)
 
     def _on_prefill_answered(self, event: ev.PrefillAnswered, now: float) -> list[Effect]:

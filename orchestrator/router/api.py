@@ -22,6 +22,7 @@ from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS, rea
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import PATHS, Exchange
 from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
+from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
@@ -67,6 +68,7 @@ class Api:
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
+        self._probes = Probes(driver, served_name)
         self._agents = agents
         self._tenants = tenants
         self._metrics = metrics
@@ -91,6 +93,7 @@ class Api:
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
             ("GET", AUDIT_PATH): self._show_audit,
+            ("POST", PROBE_PATH): self._probe,
             ("GET", RECORDING_PATH): self._record,
         }
         self._methods: dict[str, list[str]] = {}
@@ -120,7 +123,9 @@ class Api:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
         is_for_operators = (
-            path.startswith(NODES_PATH) or path == RECORDING_PATH or _is_about_cache(path)
+            path.startswith(NODES_PATH)
+            or path in (PROBE_PATH, RECORDING_PATH)
+            or _is_about_cache(path)
         )
         if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
@@ -258,6 +263,11 @@ class Api:
             _send_json(connection, status, told)
 
         self._node_orders.handle(request.path, request.body, answer)
+
+    def _probe(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """A completion that measures certain nodes."""
+        self._authenticate_operator(request.header(b"authorization"))
+        self._probes.handle(request, connection)
 
     def _manage_cache(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
+    from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.breaker import Breaker
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
@@ -77,11 +78,8 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
         "is_silent": node.is_silent,
         "incarnation": description.incarnation,
         "engine_url": description.engine_url,
-        "transport": description.transport,
-        "tensor_parallel": description.tensor_parallel,
-        "max_model_len": description.max_model_len,
-        "block_tokens": description.block_tokens,
-        "total_blocks": description.total_blocks,
+        **_engine(description),
+        "placed_legs": node.placed_legs,
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
@@ -98,6 +96,26 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
         "quarantined_transfers": state.quarantined_transfers if state else None,
         "quarantined_blocks": state.quarantined_blocks if state else None,
         "counters": state.counters if state else {},
+    }
+
+
+def _engine(description: NodeDescription) -> dict[str, Any]:
+    """What the engine is, and what bounds it."""
+    return {
+        "model": description.model,
+        "engine": description.engine,
+        "hardware": description.hardware,
+        "fingerprint": description.fingerprint,
+        "transport": description.transport,
+        "tensor_parallel": description.tensor_parallel,
+        "max_model_len": description.max_model_len,
+        "block_tokens": description.block_tokens,
+        "total_blocks": description.total_blocks,
+        "step_limit_tokens": description.step_limit_tokens,
+        "running_limit_requests": description.running_limit_requests,
+        "kv_bytes_per_token": description.kv_bytes_per_token,
+        "vocabulary_tokens": description.vocabulary_tokens,
+        "reports_prefixes": description.reports_prefixes,
     }
 
 

@@ -5,9 +5,9 @@ A step computes one token for each sequence that decodes, and prompt tokens with
 gets all blocks that it will need before it begins, so nothing is preempted.
 
 Steps of the same composition differ only by what their contexts grow: the time of the n-th is
-``first + growth * (n - 1)``. They are taken as one *jump*, which is cut short at the end of the step
-in which something happened that changes the next one. So an answer costs as many jumps as requests
-come and go beside it, whatever its length.
+``first + growth * (n - 1)``. They are taken as one *jump*, which is cut short at the end of the
+step in which something happened that changes the next one. So an answer costs as many jumps as
+requests come and go beside it, whatever its length.
 
 The model is told the time and never asks for it; what follows is a list of facts for its owner.
 """

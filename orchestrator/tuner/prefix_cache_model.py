@@ -1,26 +1,32 @@
-"""The KV blocks of a simulated node: who holds them, and what is left in them of prompts that ended.
+"""The KV blocks of a simulated node: who holds them, and what they keep of prompts that ended.
 
 As in vLLM, a block of a known prompt is shared by all that hold it, and stays until its room is
 needed: what was let go longest ago goes first, the end of a prompt before its beginning. Prompts
 are known by the chained block numbers of a trace, whose blocks are usually larger than the node's.
 
-``Marks`` says of a prompt what a router would hash of it: a trace's blocks stand for the bytes of
-the prompt, ``BYTES_PER_TOKEN`` for each token.
+``Marks`` says of a prompt what a router would hash of it, as if each token had a fixed number of
+bytes: as many as text has, but no more than put one mark into each of the trace's blocks where
+marks are densest. More would say nothing new, as a block is there as a whole or not at all.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from splitserve.kv_transfer.prefix_marks import MARK_BYTES, MARK_OFFSETS, MARKS_LIMIT
+from splitserve.kv_transfer.prefix_marks import (
+    MARK_BYTES,
+    MARK_OFFSETS,
+    MARKS_LIMIT,
+    SPACING_BYTES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BYTES_PER_TOKEN = 4
-"""Of the prompts that a router hashes."""
-
+MOST_BYTES_PER_TOKEN = 4
+"""What text has."""
 _DIGESTS = 1 << 8 * MARK_BYTES
 
 NO_BLOCKS: tuple[int, ...] = ()
@@ -38,8 +44,8 @@ class Holding:
         """How many of those were there."""
         self.own = own
         """Node blocks that nobody shares."""
-        self.shared: list[int] = list(prompt[:hits])
-        """Trace blocks that are held together with others, or may be."""
+        self.shared = hits
+        """How many of them others hold too, or may."""
 
 
 class BlockPool:
@@ -51,15 +57,17 @@ class BlockPool:
         """Held by requests; read only."""
         self._block_tokens = block_tokens
         self._trace_block_tokens = trace_block_tokens
-        self._size = -(-trace_block_tokens // block_tokens)
+        self._size = max(1, trace_block_tokens // block_tokens)
         """Node blocks of a trace block."""
         self._holders: dict[int, int] = {}
         """By trace block: how many requests hold it."""
-        self._kept: dict[int, None] = {}
-        """Trace blocks that nobody holds, the one let go longest ago first."""
-        self.added: list[int] = []
-        """Trace blocks that came since somebody last emptied this list."""
-        self.evicted: list[int] = []
+        self._kept: OrderedDict[int, int] = OrderedDict()
+        """Trace blocks that nobody holds, with their place in their prompt; the one let go longest
+        ago first.
+        """
+        self.added: list[tuple[int, int]] = []
+        """(trace block, place) that came since somebody last emptied this list."""
+        self.evicted: list[tuple[int, int]] = []
 
     @property
     def free_blocks(self) -> int:
@@ -104,26 +112,32 @@ class BlockPool:
 
     def register(self, holding: Holding) -> None:
         """The prompt's blocks have been computed or have come: others may share them."""
-        prompt, size = holding.prompt, self._size
-        for block in prompt[len(holding.shared) :]:
-            if block in self._holders or block in self._kept or holding.own < size:
-                continue  # somebody computed the same meanwhile: ours stays our own
-            self._holders[block] = 1
-            holding.own -= size
-            holding.shared.append(block)
-            self.added.append(block)
+        prompt, size, first = holding.prompt, self._size, holding.shared
+        holders, kept, added = self._holders, self._kept, self.added
+        end = min(len(prompt), first + holding.own // size)
+        for place in range(first, end):
+            block = prompt[place]
+            if block in holders or block in kept:
+                end = place  # Somebody computed the same meanwhile: what follows stays our own
+                break
+            holders[block] = 1
+            added.append((block, place))
+        holding.own -= size * (end - first)
+        holding.shared = end
 
     def release(self, holding: Holding) -> None:
         """The request lets go of all that it holds. Not to be called twice."""
         self.used_blocks -= holding.own
         holders, size = self._holders, self._size
-        for block in reversed(holding.shared):
+        prompt, kept = holding.prompt, self._kept
+        for place in range(holding.shared - 1, -1, -1):
+            block = prompt[place]
             left = holders[block] - 1
             if left:
                 holders[block] = left
             else:
                 del holders[block]
-                self._kept[block] = None
+                kept[block] = place
                 self.used_blocks -= size
 
     def _hold(self, block: int) -> None:
@@ -136,54 +150,60 @@ class BlockPool:
 
     def _evict(self) -> None:
         """Nothing is kept where there is no room for it."""
-        kept, size = self._kept, self._size
-        if not size:
-            return
-        most = (self.total_blocks - self.used_blocks) // size
+        kept = self._kept
+        most = (self.total_blocks - self.used_blocks) // self._size
         while len(kept) > most:
-            block = next(iter(kept))
-            del kept[block]
-            self.evicted.append(block)
+            self.evicted.append(kept.popitem(last=False))
 
 
 class Marks:
-    """The marks that end in each block of a trace; a block's number stands for all before it."""
+    """What a router would hash of prompts that are known by the blocks of a trace."""
 
     def __init__(self, trace_block_tokens: int) -> None:
+        self._block_tokens = trace_block_tokens
+        self.bytes_per_token = MOST_BYTES_PER_TOKEN
+        self._places: list[int] = []
+        """For each mark the place of the block in which it ends, in its prompt."""
         self._of_place: list[list[tuple[int, int]]] = []
-        """By place of the block in its prompt."""
+        """(number of the mark, tokens before it), by place of the block."""
         if trace_block_tokens:
-            last = MARK_OFFSETS[-1] // BYTES_PER_TOKEN
-            edges = range(0, last + 2 * trace_block_tokens, trace_block_tokens)
-            table = [(n, offset // BYTES_PER_TOKEN) for n, offset in enumerate(MARK_OFFSETS)]
-            at = 0
-            for _, end in pairwise(edges):
-                first = at
-                while at < len(table) and table[at][1] <= end:
-                    at += 1
-                self._of_place.append(table[first:at])
-        self._of_block: dict[int, tuple[tuple[bytes, int], ...]] = {}
-        self._trace_block_tokens = trace_block_tokens
-
-    def of_block(self, block: int) -> tuple[tuple[bytes, int], ...]:
-        """(mark, tokens before it) of those that end in a block of a prompt that was asked for."""
-        return self._of_block.get(block, ())
+            dense = SPACING_BYTES // trace_block_tokens
+            self.bytes_per_token = min(MOST_BYTES_PER_TOKEN, max(1, dense))
+            places = -(-MARK_OFFSETS[-1] // (self.bytes_per_token * trace_block_tokens))
+            self._of_place = [[] for _ in range(places)]
+            for number, offset in enumerate(MARK_OFFSETS):
+                tokens = offset // self.bytes_per_token
+                place = (tokens - 1) // trace_block_tokens
+                self._places.append(place)
+                self._of_place[place].append((number, tokens))
 
     def of_prompt(self, blocks: Sequence[int], prompt_tokens: int) -> tuple[bytes, ...]:
         """The marks in the whole blocks of a prompt, from the first."""
-        if not self._trace_block_tokens:
+        if not self._block_tokens:
             return ()
-        known, found = self._of_block, []
-        for place in range(min(prompt_tokens // self._trace_block_tokens, len(blocks))):
-            block = blocks[place]
-            marks = known.get(block)
-            if marks is None:
-                marks = known[block] = tuple(
-                    (((block * MARKS_LIMIT + mark) % _DIGESTS).to_bytes(MARK_BYTES), tokens)
-                    for mark, tokens in self._marks_at(place)
-                )
-            found += [mark for mark, _ in marks]
-        return tuple(found)
+        places = self._places
+        count = bisect_left(places, min(prompt_tokens // self._block_tokens, len(blocks)))
+        found = enumerate(places[:count])
+        return tuple([_digest(blocks[place], number) for number, place in found])
 
-    def _marks_at(self, place: int) -> list[tuple[int, int]]:
-        return self._of_place[place] if place < len(self._of_place) else []
+    def news(self, pool: BlockPool) -> tuple[tuple[tuple[bytes, int], ...], tuple[bytes, ...]]:
+        """What has come, (mark, tokens before it), and what has gone since the last call."""
+        of_place, reach = self._of_place, len(self._of_place)
+        added: list[tuple[bytes, int]] = []
+        removed: list[bytes] = []
+        for block, place in pool.evicted:
+            numbers = of_place[place] if place < reach else None
+            if numbers and not pool.has(block):
+                removed += [_digest(block, number) for number, _ in numbers]
+        for block, place in pool.added:
+            numbers = of_place[place] if place < reach else None
+            if numbers and pool.has(block):
+                added += [(_digest(block, number), tokens) for number, tokens in numbers]
+        pool.added.clear()
+        pool.evicted.clear()
+        return tuple(added), tuple(removed)
+
+
+def _digest(block: int, mark: int) -> bytes:
+    """A block's number stands for all that is before it, too."""
+    return ((block * MARKS_LIMIT + mark) % _DIGESTS).to_bytes(MARK_BYTES)

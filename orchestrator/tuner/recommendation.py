@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 SAME = 0.01
 """Scores that differ by less than this share are the same."""
 UNSURE = 0.04
-"""A gain up to this share does not count when the interval includes none at all."""
+"""A gain up to this share does not count when the interval includes none, or next to none."""
 SERVED = 0.9
 """Targets are met when this share of the requests is good."""
+LARGE = 3.0
+"""A gain from which it is told as a factor."""
 DRAWS = 200
 """Of the workload's parts, for each condition."""
 
@@ -132,8 +134,10 @@ def gain_of(finalists: Finalists, split: Split, over: Split, seed: int) -> Gain:
 
 
 def percent(share: float) -> str:
-    """``+4.2 %``; infinity in words."""
-    return "infinitely" if math.isinf(share) else f"{100 * share:+.1f} %"
+    """``+4.2 %``; large ones as ``x12``, infinity in words."""
+    if math.isinf(share):
+        return "from none"
+    return f"x{share + 1:.3g}" if share >= LARGE else f"{100 * share:+.1f} %"
 
 
 def interval(gain: Gain) -> str:
@@ -163,10 +167,10 @@ def _chosen(
         if split is None:
             continue
         gain = gain_of(finalists, top, split, seed)
-        if gain.expected <= SAME or (gain.expected <= UNSURE and gain.low <= 0):
+        if gain.expected <= SAME or (gain.expected <= UNSURE and gain.low <= SAME):
             return split, (
-                f"{top} has {percent(gain.expected)} good requests beside it ({interval(gain)}), "
-                f"within what is not known, and {merit}"
+                f"{merit}, and what {top} would change lies within what is not known: good "
+                f"requests {percent(gain.expected)} ({interval(gain)})"
             )
     if len(same) > 1:
         alike = ", ".join(str(split) for split in same if split != top)

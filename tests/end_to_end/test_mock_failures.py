@@ -8,6 +8,7 @@ other side has been seen where the test wants it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from support.bank_client import LONG
 from support.mock_engines import (
     LAYERS,
     SECRET,
@@ -88,6 +90,17 @@ async def spare(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GetSp
         yield get
 
 
+def each_once(cases: list[Any], transports: tuple[str, ...]) -> list[Any]:
+    """Every case with every transport; `make test` has each case once, over one of them in turn:
+    these tests wait for a lease to end.
+    """
+    return [
+        pytest.param(case, name, marks=() if number % len(transports) == place else LONG)
+        for number, case in enumerate(cases)
+        for place, name in enumerate(transports)
+    ]
+
+
 def prompt_of(length: int, start: int) -> list[int]:
     """A prompt that shares no block with one of another ``start``."""
     return [(start * 17 + n * 31 + n // 7) % 256 for n in range(length)]
@@ -150,8 +163,10 @@ async def held_in_the_middle(pair: Pair, number: int) -> Legs:
     return legs
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize(
+    ("layer", "transport"),
+    each_once([0, 1, LAYERS - 1], TRANSPORTS),
+)
 async def test_a_client_that_leaves_during_prefill(
     pairs: GetPair, transport: str, layer: int
 ) -> None:
@@ -169,8 +184,13 @@ async def test_a_client_that_leaves_during_prefill(
     await pair.until_idle()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("place", ["before prefill", "before decode", "decode", "D's queue"])
+@pytest.mark.parametrize(
+    ("place", "transport"),
+    [
+        *itertools.product(["before prefill", "before decode", "decode"], TRANSPORTS),
+        *each_once(["D's queue"], TRANSPORTS),
+    ],
+)
 async def test_a_client_that_leaves_at_another_moment(
     pairs: GetPair, transport: str, place: str
 ) -> None:

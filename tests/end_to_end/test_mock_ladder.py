@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from support.bank_client import LONG
 from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import POLL_S
 
@@ -34,7 +35,9 @@ supervision: {restart_delay_s: 0.1, drain_timeout_s: 2, stop_timeout_s: 3}
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tcp", "local"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["local", pytest.param("tcp", marks=LONG)]
+)
 async def cluster(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> AsyncIterator[Cluster]:

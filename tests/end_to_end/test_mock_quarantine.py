@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from click.testing import CliRunner
+from support.bank_client import LONG
 from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import POLL_S
 from support.up_process import wait_for
@@ -47,7 +48,9 @@ PROMPT_BLOCKS = 7
 DEADLINE_S = 40.0
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["local", "nixl"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["local", pytest.param("nixl", marks=LONG)]
+)
 async def cluster(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> AsyncIterator[Cluster]:

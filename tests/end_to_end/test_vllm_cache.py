@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-BLOCK, OTHER_BLOCK = 32, 16
+BLOCK, OTHER_BLOCK = 32, 64
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ class Restarted:
 
 @pytest.fixture(scope="module")
 def restarted(cached: CachedSplit) -> Restarted:
-    """Engines, cache server and router are new, blocks are smaller, and clients need keys."""
+    """Engines, cache server and router are new, blocks are larger, and clients need keys."""
     prompt = new_prompt(300)
 
     async def store() -> Asked:
@@ -235,7 +235,7 @@ def restarted(cached: CachedSplit) -> Restarted:
 async def test_after_a_restart_blocks_of_another_size_are_filled_from_disk(
     restarted: Restarted, session: aiohttp.ClientSession
 ) -> None:
-    """What engines with blocks of 32 tokens have stored is loaded from disk into blocks of 16, on
+    """What engines with blocks of 32 tokens have stored is loaded from disk into blocks of 64, on
     both nodes, and the tokens are the same; what those store is found too.
     """
     cached, prompt = restarted.cached, restarted.prompt
@@ -282,7 +282,7 @@ async def test_operators_find_and_move_what_a_tenant_has_stored(
     assert (found["tokens"], found["cached_tokens"], found["tiers"]) == (300, 256, everywhere)
     found = await restarted.cache("lookup", *chat_of_alice)
     assert found["tokens"] == chat.prompt_tokens
-    assert found["cached_tokens"] == whole(chat.prompt_tokens) > 300
+    assert found["cached_tokens"] == whole(chat.prompt_tokens) > 0
 
     moved = await restarted.cache("move", *alice, "--tier", "disk")
     assert (moved["tokens"], moved["missing"]) == (256, 0)

@@ -7,15 +7,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 
 from support.up_process import UpProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REQUEST_LIMIT_S = 120.0
 
@@ -29,6 +27,9 @@ class Split:
         assert status is not None, up.story()
         self.url = str(status["url"]).removesuffix("/v1")
         self.transfer_log = transfer_log
+        state = Path(up.env["XDG_STATE_HOME"]) / "splitserve"
+        (token,) = state.glob("*/operator.token")
+        self._operator_token = token.read_text()
 
     def key_of(self, engine_url: str) -> dict[str, str]:
         """The header that this engine asks for; the key is known to its process and its agent."""
@@ -48,7 +49,8 @@ class Split:
         return found
 
     async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
-        async with session.get(self.url + path) as answer:
+        headers = {"Authorization": f"Bearer {self._operator_token}"}
+        async with session.get(self.url + path, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             found: dict[str, Any] = await answer.json()
         return found

@@ -18,9 +18,11 @@ from splitserve.kv_transfer.cache.orders import CacheNews
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.kv_transfer.orders import TransferResults
 from splitserve.kv_transfer.transfer_thread import TransferThread
+from splitserve.orchestrator.engines.hardware import of_processor
 from splitserve.orchestrator.engines.joined_receives import JoinedReceives
 from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
 from splitserve.orchestrator.engines.mock.cache_half import cache_threads, engine_cache
+from splitserve.orchestrator.engines.mock.tokenizer import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +91,8 @@ class Connector:
         fingerprint: dict[str, str],
         max_model_len: int,
         prefix_caching: bool = True,
+        step_limit_tokens: int = 0,
+        running_limit_requests: int = 0,
     ) -> None:
         layout = memories[0].layout
         self._reports = RankReports(len(memories))
@@ -132,6 +136,12 @@ class Connector:
                 transport=config.transport,
                 reports_prefixes=prefix_caching,
                 uses_cache=config.cache is not None,
+                step_limit_tokens=step_limit_tokens,
+                running_limit_requests=running_limit_requests,
+                kv_bytes_per_token=memories[0].shape.token_bytes,
+                vocabulary_tokens=VOCABULARY,
+                engine=fingerprint["engine"],
+                hardware=of_processor(),
             ),
             self._load,
             self._is_cached if prefix_caching else None,

@@ -54,6 +54,11 @@ class KvShape:
     head_bytes: int = 32
     """Bytes of one head of one token in one layer."""
 
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in all layers and heads."""
+        return self.layers * self.heads * self.head_bytes
+
     def page_bytes(self, heads: int) -> int:
         """One layer of one block with so many heads."""
         return heads * self.block_tokens * self.head_bytes

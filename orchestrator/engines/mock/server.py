@@ -121,6 +121,8 @@ def build(options: argparse.Namespace) -> Parts:
             fingerprint=fingerprint(shape, options.seed),
             max_model_len=options.max_model_len,
             prefix_caching=options.enable_prefix_caching,
+            step_limit_tokens=options.max_num_batched_tokens,
+            running_limit_requests=options.max_num_seqs,
         )
     scheduler = Scheduler(
         connector,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import vllm
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.orchestrator.engines.connector_config import cluster_secret, connector_config
+from splitserve.orchestrator.engines.hardware import of_processor
 from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
 from splitserve.orchestrator.engines.vllm.cache_half import engine_cache, prompt_identity
 from splitserve.orchestrator.engines.vllm.fingerprint import engine_fingerprint
@@ -55,6 +58,12 @@ class SchedulerHalf:
             transport=config.transport,
             reports_prefixes=caches,
             uses_cache=config.cache is not None,
+            step_limit_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            running_limit_requests=vllm_config.scheduler_config.max_num_seqs,
+            kv_bytes_per_token=_kv_bytes_per_token(kv_cache_config, tensor_parallel),
+            vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
+            engine=f"vllm {vllm.__version__}",
+            hardware=_hardware(tensor_parallel),
         )
         cache = None
         if config.cache is not None:
@@ -169,3 +178,17 @@ class SchedulerHalf:
             rank_holdings=[report.holdings for report in reports],
             now=monotonic(),
         )
+
+
+def _kv_bytes_per_token(kv_cache_config: KVCacheConfig, ranks: int) -> int:
+    """Of all layers and ranks."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    return spec.page_size_bytes * len(group.layer_names) * ranks // spec.block_size
+
+
+def _hardware(ranks: int) -> str:
+    """A GPU's name, or the processor's; how many of them, or of its cores, the engine has."""
+    if current_platform.is_cpu():
+        return of_processor()
+    return f"{ranks} x {current_platform.get_device_name()}"

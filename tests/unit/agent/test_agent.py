@@ -29,7 +29,7 @@ from splitserve.orchestrator.agent.messages import (
     ToAgent,
     Welcome,
 )
-from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
+from splitserve.orchestrator.agent.status_file import NodeStatus, read_status, status_path
 from splitserve.orchestrator.config import nodes, parse
 
 CONFIG = parse("engine: mock\nmodel: {path: m}\n")
@@ -175,6 +175,20 @@ async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:
     await rig.agent._on_message(Welcome(router="r"))
     rig.agent._report(rig.endpoint.state)
     assert rig.status().refused == ""
+
+
+async def test_a_role_is_reported_and_outlasts_the_agent(rig: Rig) -> None:
+    """With every state; the agent after this one, of the same run, begins with it."""
+    states: list[Any] = []
+    rig.agent._link.fresh = states.append  # type: ignore[method-assign]
+    await rig.agent._on_message(SetRole(role="prefill"))
+    rig.agent._report(rig.endpoint.state)
+    assert [state.role for state in states] == ["prefill"]
+    status = rig.status()
+    assert (status.role, status.pool, status.flip_obstacle) == ("prefill", "decode", "")
+    assert Rig(rig.folder).agent.role == "prefill"
+    status_path(rig.folder, "decode-0").unlink()
+    assert Rig(rig.folder).agent.role == "decode"
 
 
 DISMISS = Dismiss(incarnation="decode-0-x", at_once=False)

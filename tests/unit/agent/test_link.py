@@ -130,6 +130,17 @@ async def test_everything_is_repeated_after_a_reconnect(
     assert [await router.next(), await router.next()] == [DEATH, HELLO]
 
 
+async def test_a_new_role_is_said_on_the_next_connection(
+    router: FakeRouter, link: RouterLink
+) -> None:
+    """Not on this one, whose router has ordered it."""
+    link.hello(HELLO)
+    assert await router.next() == HELLO
+    link.set_role("decode")
+    await router.sockets[0].close()
+    assert await router.next() == msgspec.structs.replace(HELLO, role="decode")
+
+
 async def test_frames_of_the_router_are_handed_over(router: FakeRouter, link: RouterLink) -> None:
     """One that cannot be read is passed over; the next one is obeyed."""
     link.hello(HELLO)

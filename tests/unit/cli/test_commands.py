@@ -38,6 +38,7 @@ def test_dry_run_shows_the_resolved_cluster(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert parse(result.stdout).router.port > 0
     assert result.stdout.count("engines.mock.server") == 2
+    assert "# roles: nodes may change them with `splitserve flip" in result.stdout
     assert not (tmp_path / "state").exists()
 
 
@@ -86,4 +87,5 @@ def test_doctor(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "FAIL  cpus" in result.stdout
     assert "no CPU 4000" in result.stdout
+    assert "roles: fixed: prefill.cpus gives each node 1 CPUs but decode.cpus" in result.stdout
     assert "ok    model" in result.stdout

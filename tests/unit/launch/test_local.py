@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from router_stubs.cluster import until
 
-from splitserve.orchestrator.agent.status_file import status_path
+from splitserve.orchestrator.agent.status_file import NodeStatus, status_path, write_status
 from splitserve.orchestrator.config import parse
 from splitserve.orchestrator.launch import child_logs
 from splitserve.orchestrator.launch.child_logs import bound_log
@@ -70,6 +70,28 @@ async def test_a_router_that_cannot_be_started_again_is_failed(rig: Rig) -> None
     assert rig.launcher.broken() is not None
     assert any("the router cannot be started: " in line for line in rig.said)
     assert rig.said[-1] == "router failed and stays down"
+
+
+@pytest.mark.parametrize(("role", "is_broken"), [("prefill", True), ("decode", False)])
+def test_a_role_without_any_node_ends_the_cluster(rig: Rig, role: str, is_broken: bool) -> None:
+    """The only prefill node has failed for good, unless it is another decode node by now."""
+    rig.launcher.files.begin_run("{}", "token")
+    rig.launcher._agents["prefill-0"].state = "failed"
+    rig.launcher._agents["decode-0"].state = "running"
+    status = NodeStatus(
+        node="prefill-0",
+        phase="failed",
+        role=role,
+        pool="prefill",
+        stage="",
+        elapsed_s=0.0,
+        incarnation="",
+        agent_pid=1,
+        engine_url="",
+        log_path="",
+    )
+    write_status(rig.launcher.files.run_dir, status)
+    assert (rig.launcher.broken() is not None) == is_broken
 
 
 async def test_a_child_that_nobody_watches_is_failed(

@@ -121,5 +121,6 @@ def test_a_gain_over_nothing_is_infinite() -> None:
     """Not an error, and said in words."""
     found = {ONE: (trial(ONE, 0.5),), TWO: (trial(TWO, 0.0),)}
     assert math.isinf(gain_of(found, ONE, TWO, seed=0).expected)
-    assert percent(math.inf) == "infinitely"
+    assert percent(math.inf) == "from none"
+    assert (percent(0.0423), percent(11)) == ("+4.2 %", "x12")
     assert gain_of(found, TWO, TWO, seed=0).expected == 0
