@@ -103,8 +103,8 @@ class Product(contextlib.AbstractContextManager["Product"]):
         self._needed = 2 * (ENGINE_BYTES_BESIDE_KV + flags.kv_cache_bytes)
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
-        self._name = f"bench-{os.getpid()}"
-        described = cluster(self._name, flags, place, transport, port, logs, sections)
+        self.name = f"bench-{os.getpid()}"
+        described = cluster(self.name, flags, place, transport, port, logs, sections)
         self._config.write_text(yaml.safe_dump(described))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -148,7 +148,7 @@ class Product(contextlib.AbstractContextManager["Product"]):
         """What the router's doors for operators ask for."""
         from splitserve.orchestrator.launch.files import ClusterFiles
 
-        token = ClusterFiles(self._name).token_path.read_text()
+        token = ClusterFiles(self.name).token_path.read_text()
         return {"Authorization": f"Bearer {token}"}
 
     def engine_headers(self, engine_url: str) -> dict[str, str]:
