@@ -37,7 +37,6 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-<<<<<<< HEAD
 for command in (up, status, down, drain, restart, flip, cache):
     main.add_command(command)
 for command in (profile, record, simulate_command, tune_command):
