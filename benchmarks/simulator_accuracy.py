@@ -9,23 +9,22 @@ cluster first, as ``splitserve profile`` does.
 Bars: over the splits, the median error of the median TTFT and of the median ITL is at most 5 %, of
 their 90th percentiles at most 15 %; splits are ranked by goodput as measured (Kendall's tau, ties
 counted, at least 0.9).
+
+``--vllm`` asks the same of two vLLM engines (``harness/accuracy_vllm.py``).
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import math
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from harness import options, report
+from harness import accuracy_vllm, options, report
+from harness.accuracy import FIGURES, Pair, kendall_tau
 from harness.client import new_session, stream_completion
 from harness.mock_nodes import HEADS, LAYERS, MockNodes
 from harness.replay import draw_trace, replay
@@ -33,7 +32,7 @@ from harness.replay import draw_trace, replay
 from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, reference_answer
 from splitserve.orchestrator.engines.mock.tokenizer import decode as text_of
 from splitserve.orchestrator.traces import TraceRequest
-from splitserve.orchestrator.tuner.outcome import Outcome, Targets
+from splitserve.orchestrator.tuner.outcome import Targets
 from splitserve.orchestrator.tuner.profile import (
     DecodeTime,
     EngineLimits,
@@ -45,10 +44,11 @@ from splitserve.orchestrator.tuner.profile import (
 from splitserve.orchestrator.tuner.simulator import SimulationSettings, simulate
 
 if TYPE_CHECKING:
+    import argparse
+
     import aiohttp
 
 NODES = 8
-PERCENTILES = (50, 90)
 LIMITS = {50: 0.05, 90: 0.15}
 TAU_LIMIT = 0.9
 IDLE_PROBES = 12
@@ -71,58 +71,6 @@ tens of milliseconds.
 INPUT_TOKENS, OUTPUT_TOKENS = 450, 40
 QUEUE_TIMEOUT_S = 8.0
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One split, measured and simulated."""
-
-    prefill: int
-    measured: Outcome
-    simulated: Outcome
-
-    def error(self, what: str, percent: int) -> float:
-        """Relative, of a percentile of ``ttft`` or ``itl``."""
-        found, told = (_percentile(o, what, percent) for o in (self.measured, self.simulated))
-        return abs(told - found) / found
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the report."""
-        row: dict[str, Any] = {"prefill": self.prefill, "decode": NODES - self.prefill}
-        for name, outcome in (("measured", self.measured), ("simulated", self.simulated)):
-            row[name] = {
-                "failed": sum(map(math.isnan, outcome.ttft_s)),
-                "goodput_per_s": round(outcome.goodput(TARGETS), 4),
-            } | {
-                f"{what}_p{percent}_s": round(_percentile(outcome, what, percent), 4)
-                for what in ("ttft", "itl")
-                for percent in PERCENTILES
-            }
-        for what, percent in itertools.product(("ttft", "itl"), PERCENTILES):
-            row[f"{what}_p{percent}_error"] = round(self.error(what, percent), 4)
-        return row
-
-
-def _percentile(outcome: Outcome, what: str, percent: int) -> float:
-    take = outcome.ttft_percentile if what == "ttft" else outcome.itl_percentile
-    return take(percent)
-
-
-def kendall_tau(first: list[float], second: list[float]) -> float:
-    """Kendall's tau-b of two rankings of the same things; 1 when both rank them alike."""
-    alike = ties_first = ties_second = pairs = 0
-    for (a, x), (b, y) in itertools.combinations(zip(first, second, strict=True), 2):
-        left, right = _sign(a - b), _sign(x - y)
-        alike += left * right
-        ties_first += left == 0
-        ties_second += right == 0
-        pairs += 1
-    scale = math.sqrt((pairs - ties_first) * (pairs - ties_second))
-    return alike / scale if scale else float(ties_first == ties_second)
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
 
 
 def prompt_of(seed: object, tokens: int) -> list[int]:
@@ -198,15 +146,15 @@ async def main(arguments: argparse.Namespace) -> int:
                 simulated = simulate(
                     requests, profile, prefill=prefill, decode=NODES - prefill, settings=settings
                 )
-                pairs.append(Pair(prefill, measured, simulated))
-                print(pairs[-1].as_dict(), flush=True)
+                pairs.append(Pair(prefill, NODES - prefill, measured, simulated))
+                print(pairs[-1].as_dict(TARGETS), flush=True)
     results = summary(pairs) | {
         "requests": len(requests),
         "rate_per_s": arguments.rate,
         "seed": arguments.seed,
         "request_s": round(request_s, 5),
         "router_cpu_share": round(max(shares), 3),
-        "splits": [pair.as_dict() for pair in pairs],
+        "splits": [pair.as_dict(TARGETS) for pair in pairs],
     }
     path = report.write(
         arguments.name or "simulator-accuracy",
@@ -222,22 +170,17 @@ def summary(pairs: list[Pair]) -> dict[str, Any]:
     """Median errors over the splits, the ranking, and whether all bars are met."""
     errors = {
         f"{what}_p{percent}": median(pair.error(what, percent) for pair in pairs)
-        for what in ("ttft", "itl")
-        for percent in PERCENTILES
+        for what, percent in FIGURES
     }
     tau = kendall_tau(
         [pair.measured.goodput(TARGETS) for pair in pairs],
         [pair.simulated.goodput(TARGETS) for pair in pairs],
     )
-    is_met = tau >= TAU_LIMIT and all(
-        errors[f"{what}_p{percent}"] <= LIMITS[percent]
-        for what in ("ttft", "itl")
-        for percent in PERCENTILES
-    )
+    are_near = all(errors[f"{what}_p{percent}"] <= LIMITS[percent] for what, percent in FIGURES)
     return {
         "median_errors": {name: round(error, 4) for name, error in errors.items()},
         "kendall_tau": round(tau, 4),
-        "is_met": is_met,
+        "is_met": tau >= TAU_LIMIT and are_near,
     }
 
 
@@ -247,15 +190,14 @@ def sections(results: dict[str, Any]) -> list[str]:
     rows = []
     for split in results["splits"]:
         found, told = split["measured"], split["simulated"]
-        row = [f"{split['prefill']}:{split['decode']}"]
+        row = [split["split"]]
         row.append(f"{found['goodput_per_s']:.2f} / {told['goodput_per_s']:.2f}")
         row.append(f"{found['failed']} / {told['failed']}")
-        for what, factor, digits in (("ttft", 1, 2), ("itl", 1000, 1)):
-            for percent in PERCENTILES:
-                key = f"{what}_p{percent}"
-                values = (factor * one[f"{key}_s"] for one in (found, told))
-                shown = " / ".join(f"{value:.{digits}f}" for value in values)
-                row.append(f"{shown} ({split[f'{key}_error']:.1%})")
+        for what, percent in FIGURES:
+            key, factor = f"{what}_p{percent}", 1 if what == "ttft" else 1000
+            values = (factor * one[f"{key}_s"] for one in (found, told))
+            shown = " / ".join(f"{value:.{2 if what == 'ttft' else 1}f}" for value in values)
+            row.append(f"{shown} ({split[f'{key}_error']:.1%})")
         rows.append(row)
     errors = results["median_errors"]
     return [
@@ -274,17 +216,15 @@ def sections(results: dict[str, Any]) -> list[str]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = options.parser(__doc__.splitlines()[0], rounds=accuracy_vllm.ROUNDS)
+    parser.add_argument("--vllm", action="store_true", help="two real engines; needs --model")
     parser.add_argument("--prefill", default="4,0,1,2,3,5,6", help="splits: nodes with that role")
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals per split")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log-folder", type=Path, default=None)
-    parser.add_argument("--name", default=None, help="name of the result files")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    options.run(main(parse()))
+    chosen = parse()
+    options.run(accuracy_vllm.main(chosen) if chosen.vllm else main(chosen))

@@ -42,7 +42,7 @@ class MockNodes(Product):
         self._needed = 0
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
-        self._name = f"bench-{os.getpid()}"
+        self.name = f"bench-{os.getpid()}"
         self._process = None
         path = logs / "profile.json"
         path.write_bytes(write_profile(profile))
@@ -64,7 +64,7 @@ class MockNodes(Product):
             "transfer": {"transport": "tcp"},
         }
         described = {
-            "name": self._name,
+            "name": self.name,
             "engine": "mock",
             "model": {"path": "mock", "served_name": profile.model},
             "router": {"port": port, "prefill_batch_tokens": limits.step_tokens, **router},

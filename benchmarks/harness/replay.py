@@ -84,6 +84,8 @@ def outcome_of(
         else:
             # From the trace's time on, so that what waits in the client counts
             first = answer.events[0] - began - request.at_s
-            rows.append((request.at_s, first, answer.mean_itl, answer.events[-1] - began))
+            gaps = max(1, answer.completion_tokens - 1)
+            itl = (answer.events[-1] - answer.events[0]) / gaps
+            rows.append((request.at_s, first, itl, answer.events[-1] - began))
     arrived, ttft, itl, ended = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     return Outcome(arrived, ttft, itl, ended)
