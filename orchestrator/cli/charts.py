@@ -28,6 +28,8 @@ class Curve:
     """At the points, in their order; empty ones are left out."""
     is_joined: bool = True
     """Whether a line goes through the points."""
+    apart: tuple[tuple[float, float], ...] = ()
+    """Points that the line leaves out."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _drawn(chart: Chart) -> list[str]:
         parts.append(_text(across + side, HEIGHT - BOTTOM - 6, name, anchor=anchor, colour="#555"))
     for name, value in chart.levels:
         parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), "#333", "6 4"))
-        parts.append(_text(LEFT + 4, y(value) - 5, name))
+        down = y(value) - 5 if y(value) > TOP + 12 else y(value) + 14
+        parts.append(_text(LEFT + 4, down, name))
     for number, curve in enumerate(chart.curves):
         colour = COLOURS[number % len(COLOURS)]
         parts += _curve(curve, colour, x, y)
@@ -141,11 +144,15 @@ def _grid(chart: Chart, x: Callable[[float], float], y: Callable[[float], float]
 def _curve(
     curve: Curve, colour: str, x: Callable[[float], float], y: Callable[[float], float]
 ) -> list[str]:
-    places = [(x(across), y(up)) for across, up in curve.points if not math.isnan(across + up)]
+    def known(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(x(across), y(up)) for across, up in points if not math.isnan(across + up)]
+
+    places = known(curve.points)
     parts = []
     if curve.is_joined:
         line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    places += known(curve.apart)
     parts += [f'<circle cx="{a:.1f}" cy="{d:.1f}" r="3" fill="{colour}"/>' for a, d in places]
     named = zip(curve.points, curve.labels, strict=False)
     parts += [

@@ -44,7 +44,7 @@ def _goodput(tuned: Tuned, trials: Sequence[Trial], source: str) -> charts.Chart
         f"{source}: good requests per second",
         _ratio_axis(tuned),
         charts.even_axis("good requests/s", [*goods, offered], lambda rate: f"{rate:.3g}"),
-        _curves(tuned, trials, {"": goods}),
+        _curves(tuned, trials, {"goodput": goods}),
         _marks(tuned),
         levels,
     )
@@ -107,11 +107,12 @@ def _curves(
     found = []
     for name, values in lines.items():
         pairs = list(zip(trials, values, strict=True))
-        points = tuple((float(t.split.prefill), v) for t, v in pairs if t.split in usual)
-        found.append(charts.Curve(name, points))
+        points = [(float(t.split.prefill), v) for t, v in pairs if t.split in usual]
+        # Not disaggregating is no ratio among others: the line begins beside it
+        found.append(charts.Curve(name, tuple(points[1:]), apart=tuple(points[:1])))
     for name, values in lines.items():
         pairs = [p for p in zip(trials, values, strict=True) if p[0].split not in usual]
-        if pairs and name in ("", "p90"):
+        if pairs and name in ("goodput", "p90"):
             points = tuple((float(t.split.prefill), v) for t, v in pairs)
             tokens = max(t.split.threshold_tokens for t, _ in pairs)
             label = f"{name} from {tokens} tokens".strip()

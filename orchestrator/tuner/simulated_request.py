@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.tuner.node_model import Job, NodeModel
+    from splitserve.orchestrator.tuner.node_model import Job
+    from splitserve.orchestrator.tuner.station import Station
 
 
 class SimulatedRequest:
@@ -41,9 +42,9 @@ class SimulatedRequest:
         self.ended_s = math.nan
         self.has_failed = False
         self.prefill_job: Job | None = None
-        self.prefill_node: NodeModel | None = None
+        self.prefill_node: Station | None = None
         self.decode_job: Job | None = None
-        self.decode_node: NodeModel | None = None
+        self.decode_node: Station | None = None
         self.computed: Computed | None = None
 
     @property
@@ -72,15 +73,3 @@ class Computed(NamedTuple):
     """Of the last step."""
     tokens: int
     """Computed in the last step."""
-
-
-class EndedRequest(NamedTuple):
-    """What an observer learns of a request that has ended."""
-
-    arrived_s: float
-    ended_s: float
-    ttft_s: float
-    """NaN when it failed."""
-    itl_s: float
-    input_tokens: int
-    output_tokens: int

@@ -19,28 +19,27 @@ The same requests, settings and seed give the same outcome.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
-from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import effects as ef
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.router_core import RouterCore
-from splitserve.orchestrator.tuner.node_model import Fact, Job, Kind, NodeModel, What
+from splitserve.orchestrator.tuner.node_model import Fact, Job, Kind, What
 from splitserve.orchestrator.tuner.outcome import Outcome
-from splitserve.orchestrator.tuner.prefix_cache_model import BlockPool, Marks
-from splitserve.orchestrator.tuner.simulated_request import (
-    Computed,
+from splitserve.orchestrator.tuner.prefix_cache_model import Marks
+from splitserve.orchestrator.tuner.simulated_request import Computed, SimulatedRequest
+from splitserve.orchestrator.tuner.simulation_settings import (
     EndedRequest,
-    SimulatedRequest,
+    NodeView,
+    SimulationSettings,
 )
+from splitserve.orchestrator.tuner.station import Station, landing_s, station
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,62 +47,22 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.traces import TraceRequest
     from splitserve.orchestrator.tuner.profile import Profile, TransferTime
 
+__all__ = [
+    "EndedRequest",
+    "FlipError",
+    "NodeView",
+    "Simulation",
+    "SimulationSettings",
+    "run_fixed",
+    "simulate",
+]
+
 PREFIX_REPORT_S = 0.25
 """Between a change of a node's prefix cache and the router's knowledge of it."""
 
 
 class FlipError(Exception):
     """A node cannot take another role; the message is the core's."""
-
-
-@dataclass(frozen=True)
-class SimulationSettings:
-    """What a run assumes beyond the profile."""
-
-    limits: CoreLimits = field(default_factory=CoreLimits)
-    """Of the router. Nodes never fall silent, whatever these say."""
-    prefix_caching: bool = True
-    """Whether nodes keep and share the prompts of a trace that names blocks."""
-    trace_block_tokens: int = 512
-    """Tokens of the trace's blocks."""
-    noise: float = 0.0
-    """Relative spread of the time of a step."""
-    speeds: Mapping[str, float] = field(default_factory=dict)
-    """By node, those that are not as fast as the profile says, 1; 0.5 takes twice as long."""
-
-
-class NodeView(NamedTuple):
-    """A node as an observer sees it."""
-
-    name: str
-    role: str
-    running: int
-    """Prompts that are computed and sequences that decode."""
-    waiting: int
-    """Legs that the engine has not begun."""
-    parked: int
-    """Decode legs whose prompt has not landed."""
-    free_blocks: int
-    busy_s: float
-    """Seconds of steps since the beginning."""
-
-
-@dataclass(eq=False, slots=True)
-class _Station:
-    """A node and what the simulation knows beside its model."""
-
-    model: NodeModel
-    role: str
-    description: NodeDescription
-    watched_s: float = -1.0
-    """The end of a jump for which an event is out."""
-    link_s: float = 0.0
-    """When the bytes of all transfers so far are through."""
-    reports_at_s: float = -1.0
-    """When its next report of prefixes is due; before now for none."""
-    role_since_s: float = 0.0
-    role_busy_s: float = 0.0
-    """What ``busy_s`` was then."""
 
 
 class Simulation:
@@ -122,8 +81,7 @@ class Simulation:
         self.ended: list[EndedRequest] = []
         """All that have ended, in that order."""
         self._profile = profile
-        self._block_tokens = settings.trace_block_tokens if settings.prefix_caching else 0
-        self._marks = Marks(self._block_tokens)
+        self._marks = Marks(settings.trace_block_tokens if settings.prefix_caching else 0)
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._numbers = count()
         self._coming: list[SimulatedRequest] = []
@@ -141,9 +99,11 @@ class Simulation:
             ef.FailTransfer: self._fail_transfer,
             ef.EndRequest: self._end_request,
         }
-        self._stations: dict[str, _Station] = {}
+        self._stations: dict[str, Station] = {}
         for name, role in nodes.items():
-            self._add(name, role, settings, seed)
+            added = self._stations[name] = station(name, role, profile, settings, seed)
+            self._tell(ev.NodeJoined(added.description, role))
+            self._tell(ev.NodeReported(added.ready_state()))
 
     # What a caller does
 
@@ -191,24 +151,24 @@ class Simulation:
         for effect in effects:
             if isinstance(effect, ef.AnswerFlip) and effect.verdict != "flipped":
                 raise FlipError(effect.message)
-        station = self._stations[node]
-        self._count_role(station)
-        station.role = role
+        flipped = self._stations[node]
+        self._count_role(flipped)
+        flipped.role = role
         self._perform(effects)
 
     def nodes(self) -> list[NodeView]:
         """All nodes as they are now."""
         return [
             NodeView(
-                station.model.name,
-                station.role,
-                station.model.running,
-                len(station.model.waiting) + len(station.model.landed),
-                station.model.parked,
-                station.model.pool.free_blocks,
-                station.model.busy_s,
+                found.name,
+                found.role,
+                found.model.running,
+                len(found.model.waiting) + len(found.model.landed),
+                found.model.parked,
+                found.model.pool.free_blocks,
+                found.model.busy_s,
             )
-            for station in self._stations.values()
+            for found in self._stations.values()
         ]
 
     @property
@@ -225,14 +185,14 @@ class Simulation:
         """By role, the part of its nodes' time in which they computed; without roles that no node
         has had.
         """
-        for station in self._stations.values():
-            self._count_role(station)
+        for found in self._stations.values():
+            self._count_role(found)
         return {role: busy / all_s for role, (busy, all_s) in self._seconds.items() if all_s}
 
     def outcome(self) -> Outcome:
         """Of all that have arrived; what has not ended counts as failed."""
         found = self._arrived
-        models = [station.model for station in self._stations.values()]
+        models = [found.model for found in self._stations.values()]
         is_good = np.array([not (r.has_failed or math.isnan(r.ended_s)) for r in found], dtype=bool)
         first = np.array([request.ttft_s for request in found])
         return Outcome(
@@ -246,78 +206,45 @@ class Simulation:
 
     # Nodes
 
-    def _add(self, name: str, role: str, settings: SimulationSettings, seed: int) -> None:
-        limits = self._profile.limits
-        model = NodeModel(
-            name,
-            self._profile,
-            BlockPool(limits.total_blocks, limits.block_tokens, self._block_tokens),
-            speed=settings.speeds.get(name, 1.0),
-            noise=settings.noise,
-            rng=Random(f"{seed} {name}"),
-        )
-        description = NodeDescription(
-            node=name,
-            pool=role,
-            incarnation=name,
-            engine_url="",
-            engine_api_key="",
-            control_addresses=(),
-            model=self._profile.model,
-            max_model_len=limits.max_model_len,
-            block_tokens=limits.block_tokens,
-            total_blocks=limits.total_blocks,
-            tensor_parallel=1,
-            transport="",
-            fingerprint={},
-            reports_prefixes=self._block_tokens > 0,
-        )
-        self._stations[name] = _Station(model, role, description)
-        total = limits.total_blocks
-        state = NodeState(
-            node=name, incarnation=name, phase="ready", free_blocks=total, total_blocks=total
-        )
-        self._tell(ev.NodeJoined(description, role))
-        self._tell(ev.NodeReported(state))
-
-    def _count_role(self, station: _Station) -> None:
+    def _count_role(self, node: Station) -> None:
         """What the node has done in its present role is in ``_seconds``."""
-        seconds = self._seconds[station.role]
-        seconds[0] += station.model.busy_s - station.role_busy_s
-        seconds[1] += self.now - station.role_since_s
-        station.role_since_s, station.role_busy_s = self.now, station.model.busy_s
+        seconds = self._seconds[node.role]
+        seconds[0] += node.model.busy_s - node.role_busy_s
+        seconds[1] += self.now - node.role_since_s
+        node.role_since_s, node.role_busy_s = self.now, node.model.busy_s
 
-    def _go_on(self, station: _Station) -> None:
+    def _go_on(self, node: Station) -> None:
         """The node computes what it can, and its next event is out."""
-        model = station.model
+        model = node.model
         if model.waiting:
             self._take(model.reserve(self.now))
         if model.begin(self.now):
             first_s = model.first_token_s()
             if first_s is not None:
-                self._at(first_s, self._on_first_tokens, station)
+                self._at(first_s, self._on_first_tokens, node)
         end_s = model.end_s
-        if end_s is not None and end_s != station.watched_s:
-            station.watched_s = end_s
-            self._at(end_s, self._on_jump_end, station)
+        if end_s is not None and end_s != node.watched_s:
+            node.watched_s = end_s
+            self._at(end_s, self._on_jump_end, node)
         pool = model.pool
-        if (pool.added or pool.evicted) and station.reports_at_s < self.now:
-            station.reports_at_s = self.now + PREFIX_REPORT_S
-            self._at(station.reports_at_s, self._on_report_due, station)
+        if (pool.added or pool.evicted) and node.reports_at_s < self.now:
+            node.reports_at_s = self.now + PREFIX_REPORT_S
+            self._at(node.reports_at_s, self._on_report_due, node)
 
-    def _on_jump_end(self, now: float, station: _Station) -> None:
-        if station.model.end_s == now:  # Otherwise the jump was cut short
-            self._take(station.model.finish_jump(now))
-            self._go_on(station)
+    def _on_jump_end(self, now: float, node: Station) -> None:
+        if node.model.end_s == now:  # Otherwise the jump was cut short
+            node.watched_s = -1.0
+            self._take(node.model.finish_jump(now))
+            self._go_on(node)
 
-    def _on_first_tokens(self, now: float, station: _Station) -> None:
-        if station.model.first_token_s() == now:
-            self._take([Fact(What.FIRST, job) for job in station.model.take_fresh()])
+    def _on_first_tokens(self, now: float, node: Station) -> None:
+        if node.model.first_token_s() == now:
+            self._take([Fact(What.FIRST, job) for job in node.model.take_fresh()])
 
-    def _on_report_due(self, now: float, station: _Station) -> None:
-        added, removed = self._marks.news(station.model.pool)
+    def _on_report_due(self, now: float, node: Station) -> None:
+        added, removed = self._marks.news(node.model.pool)
         if added or removed:
-            name = station.model.name
+            name = node.model.name
             told = ev.NodePrefixesReported(name, name, False, added, removed)
             self._tell(told)
 
@@ -343,21 +270,14 @@ class Simulation:
 
     def _send(self, request: SimulatedRequest) -> None:
         """The KV lands when it can, once both sides are known."""
-        computed, prefill, decode = request.computed, request.prefill_job, request.decode_job
-        if computed is None or decode is None or decode.holding is None:
+        decode = request.decode_job
+        if request.computed is None or decode is None or decode.holding is None:
             return
-        assert prefill is not None
         assert request.prefill_node is not None
         assert request.decode_node is not None
-        sender = self._stations[request.prefill_node.name]
-        reader = self._stations[request.decode_node.name]
-        transfer = self._transfer(sender.model.name, reader.model.name)
-        bytes_per_s = max(transfer.bytes_per_s.value, 1e-9) / self._profile.kv_bytes_per_token
-        seconds = (request.prompt - decode.cached) / bytes_per_s
-        begun_s = max(prefill.started_s, decode.started_s, sender.link_s, reader.link_s)
-        sender.link_s = reader.link_s = begun_s + seconds
-        last_s = computed.at_s - computed.step_s + computed.tokens / bytes_per_s
-        landed_s = max(computed.at_s, last_s, begun_s + seconds) + transfer.latency_s.value
+        sender, reader = request.prefill_node, request.decode_node
+        transfer = self._transfer(sender.name, reader.name)
+        landed_s = landing_s(request, sender, reader, transfer, self._profile.kv_bytes_per_token)
         self._at(max(landed_s, self.now), self._on_landed, request)
 
     def _transfer(self, prefill_node: str, decode_node: str) -> TransferTime:
@@ -373,14 +293,14 @@ class Simulation:
             return
         assert request.decode_job is not None
         assert request.decode_node is not None
-        request.decode_node.land(request.decode_job, now)
-        self._go_on(self._stations[request.decode_node.name])
+        request.decode_node.model.land(request.decode_job, now)
+        self._go_on(request.decode_node)
 
     def _release_prefill(self, request: SimulatedRequest) -> None:
         node, job = request.prefill_node, request.prefill_job
         if node is not None and job is not None and job.is_over:
-            node.release(job, self.now)
-            self._go_on(self._stations[node.name])
+            node.model.release(job, self.now)
+            self._go_on(node)
 
     # The core's orders
 
@@ -416,15 +336,15 @@ class Simulation:
 
     def _start_pair(self, order: ef.StartPair) -> None:
         request = self._requests[order.request_id]
-        request.prefill_node = self._stations[order.prefill.node].model
-        request.decode_node = self._stations[order.decode.node].model
+        request.prefill_node = self._stations[order.prefill.node]
+        request.decode_node = self._stations[order.decode.node]
         request.prefill_job = Job(request, Kind.PREFILL, request.prompt, 0)
         request.decode_job = Job(request, Kind.DECODE, request.prompt, request.output)
         self._at(self.now + self._profile.request_s, self._on_legs_there, request)
 
     def _start_alone(self, order: ef.StartAlone) -> None:
         request = self._requests[order.request_id]
-        request.decode_node = self._stations[order.decode.node].model
+        request.decode_node = self._stations[order.decode.node]
         request.decode_job = Job(request, Kind.ALONE, request.prompt, request.output)
         self._at(self.now + self._profile.request_s, self._on_legs_there, request)
 
@@ -438,8 +358,8 @@ class Simulation:
         ):
             if node is None or job is None or job.is_over or request.is_over:
                 continue
-            node.arrive(job, now)
-            self._go_on(self._stations[node.name])
+            node.model.arrive(job, now)
+            self._go_on(node)
 
     def _cancel_leg(self, order: ef.CancelLeg) -> None:
         request = self._requests[order.request_id]
@@ -448,8 +368,8 @@ class Simulation:
         job = request.prefill_job if is_prefill else request.decode_job
         assert node is not None
         assert job is not None
-        node.drop(job, self.now)
-        self._go_on(self._stations[node.name])
+        node.model.drop(job, self.now)
+        self._go_on(node)
 
     def _fail_transfer(self, order: ef.FailTransfer) -> None:
         request = self._requests[order.transfer_id.partition(".")[0]]
@@ -488,8 +408,8 @@ class Simulation:
         self._arm_timer()
 
 
-def _arrival(request: SimulatedRequest) -> float:
-    return request.at_s
+def _arrival(request: SimulatedRequest) -> tuple[float, int]:
+    return request.at_s, int(request.id)
 
 
 def simulate(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import re
 import signal
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
+from support.mock_clients import IN_FLIGHT, Clients, retries_of
 from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
 from support.up_process import wait_for
 
@@ -35,8 +33,6 @@ decode: *pool
 supervision: {restart_delay_s: 0.1, restart_limit: 0, drain_timeout_s: 20, stop_timeout_s: 3}
 """
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-IN_FLIGHT = 16
-SHORT_TOKENS, LONG_TOKENS = 12, 200
 COMMAND_LIMIT_S = 180
 
 
@@ -51,7 +47,7 @@ async def test_a_rolling_restart_under_load(cluster: Cluster) -> None:
     """Sixteen requests at a time, streamed and not, short and long: each gets its right text, every
     node is another incarnation, and all are idle.
     """
-    before, retries = _lives(cluster), await _retries(cluster)
+    before, retries = _lives(cluster), await retries_of(cluster)
     clients = Clients(cluster)
     load = [asyncio.create_task(clients.keep_asking()) for _ in range(IN_FLIGHT)]
     result = await _run(cluster, "restart", "--rolling")
@@ -64,7 +60,7 @@ async def test_a_rolling_restart_under_load(cluster: Cluster) -> None:
         assert f"{name} serves again" in result.stdout
         assert cluster.up.node(name)["restarts"] == 0
     assert clients.answered > 2 * IN_FLIGHT
-    assert await _retries(cluster) == retries
+    assert await retries_of(cluster) == retries
     await _all_idle(cluster)
 
 
@@ -122,7 +118,7 @@ async def test_sigterm_of_an_agent_is_a_drain(cluster: Cluster, node: str) -> No
     """What a service manager sends when it wants a node gone: no request fails, and none has to be
     saved on another node.
     """
-    retries = await _retries(cluster)
+    retries = await retries_of(cluster)
     clients = Clients(cluster)
     load = [asyncio.create_task(clients.keep_asking()) for _ in range(4)]
     await asyncio.to_thread(wait_for, lambda: clients.answered >= 4, 20, "answers")
@@ -131,52 +127,10 @@ async def test_sigterm_of_an_agent_is_a_drain(cluster: Cluster, node: str) -> No
     await asyncio.to_thread(engine.wait, 20)
     clients.is_over = True
     await asyncio.gather(*load)
-    assert await _retries(cluster) == retries
+    assert await retries_of(cluster) == retries
     again = await _run(cluster, "restart", node)
     assert again.returncode == 0, again.stderr + cluster.up.story()
     await _all_idle(cluster)
-
-
-class Clients:
-    """Clients that ask again and again, each for another prompt, and look at what they get."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.is_over = False
-        self.answered = 0
-        self._cluster = cluster
-        self._numbers = itertools.count(1)
-
-    async def keep_asking(self) -> None:
-        """Until it is over. Fails with the first wrong answer."""
-        while not self.is_over:
-            number = next(self._numbers)
-            prompt = prompt_of(20 + number * 37 % 400, start=number)
-            tokens = LONG_TOKENS if number % 5 == 0 else SHORT_TOKENS
-            ask = self._stream if number % 2 else self._cluster.text
-            assert await ask(prompt, tokens) == alone(prompt, tokens)
-            self.answered += 1
-
-    async def _stream(self, prompt: list[int], tokens: int) -> str:
-        stream: Any = await self._cluster.client.completions.create(
-            model="mock",
-            prompt=prompt,
-            max_tokens=tokens,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-
-async def _retries(cluster: Cluster) -> float:
-    """Attempts beyond the first, of all requests so far: with other nodes to go to, a node that
-    does not wait for its requests would still fail none.
-    """
-    url = str(cluster.client.base_url).removesuffix("/v1/")
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
-        (line,) = re.findall(
-            r"^splitserve_decode_leg_retries_total (\S+)$", await response.text(), re.M
-        )
-    return float(line)
 
 
 def _lives(cluster: Cluster) -> dict[str, str]:

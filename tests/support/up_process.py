@@ -102,6 +102,11 @@ class UpProcess:
             return found
         return {}
 
+    def operator(self) -> dict[str, str]:
+        """The header of a request with the token that `up` has left for operators."""
+        (token,) = Path(self.env["XDG_STATE_HOME"]).glob("splitserve/*/operator.token")
+        return {"Authorization": f"Bearer {token.read_text()}"}
+
     def wait_until_serving(self, limit_s: float = 60) -> None:
         """`up` says that it serves."""
 
