@@ -56,6 +56,7 @@ class Desk:
         from splitserve.orchestrator.router.app import limits_of
         from splitserve.orchestrator.router.core_driver import CoreDriver
         from splitserve.orchestrator.router.metrics import RouterMetrics
+        from splitserve.orchestrator.router.recordings import Recordings
         from splitserve.orchestrator.router.request_log import RequestLog
         from splitserve.orchestrator.router.tenants import Tenants
 
@@ -70,13 +71,15 @@ class Desk:
         core, secret = RouterCore(limits_of(config)), bytes(32)
         metrics, agents, log = RouterMetrics(core), AgentHub(secret), RequestLog(None, 1_024)
 
-        def on_end(timeline: Any, client_request_id: str) -> None:
+        def on_end(timeline: Any, tally: Any) -> None:
             metrics.observe(timeline)
-            log.add(timeline, client_request_id)
+            log.add(timeline, tally)
 
         self._driver = CoreDriver(core, NoEngines(), agents, secret, on_end)  # type: ignore[arg-type]
         tenants = Tenants({}, secret)
-        self._api = Api(self._driver, agents, tenants, metrics, log, MODEL, frozenset())
+        self._api = Api(
+            self._driver, agents, tenants, metrics, log, MODEL, frozenset(), None, Recordings()
+        )
         self._states = []
         for name in NODES:
             role = name.partition("-")[0]

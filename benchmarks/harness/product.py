@@ -95,7 +95,7 @@ class RunningCluster:
         self._needed = needed_bytes
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
-        self._name: str = described["name"]
+        self.name: str = described["name"]
         self._sizes = {pool: described[pool].get("replicas", 1) for pool in ("prefill", "decode")}
         self._config.write_text(yaml.safe_dump(described))
         self._process: subprocess.Popen[bytes] | None = None
@@ -139,7 +139,7 @@ class RunningCluster:
         """What the router's doors for operators ask for."""
         from splitserve.orchestrator.launch.files import ClusterFiles
 
-        token = ClusterFiles(self._name).token_path.read_text()
+        token = ClusterFiles(self.name).token_path.read_text()
         return {"Authorization": f"Bearer {token}"}
 
     def engine_headers(self, engine_url: str) -> dict[str, str]:

@@ -24,12 +24,14 @@ from splitserve.orchestrator.router.exchange import PATHS, Exchange
 from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
+from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
     from splitserve.orchestrator.router.metrics import RouterMetrics
     from splitserve.orchestrator.router.prompt_marks import Marks
+    from splitserve.orchestrator.router.recordings import Recordings
     from splitserve.orchestrator.router.request_log import RequestLog
     from splitserve.orchestrator.router.tenants import Tenants
 
@@ -62,6 +65,8 @@ class Api:
         served_name: str,
         continuable: frozenset[str],
         cache: CacheApi | None,
+        recordings: Recordings,
+        autotune: Autotune | None = None,
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
@@ -72,6 +77,8 @@ class Api:
         self._log = log
         self._served_name = served_name
         self._cache = cache
+        self._recordings = recordings
+        self._autotune = autotune
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -90,6 +97,7 @@ class Api:
             ("GET", "/internal/status"): self._show_status,
             ("GET", AUDIT_PATH): self._show_audit,
             ("POST", PROBE_PATH): self._probe,
+            ("GET", RECORDING_PATH): self._record,
         }
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
@@ -118,7 +126,9 @@ class Api:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
         is_for_agents = path == AGENTS_PATH
         is_for_operators = (
-            path.startswith(NODES_PATH) or path == PROBE_PATH or _is_about_cache(path)
+            path.startswith(NODES_PATH)
+            or path in (PROBE_PATH, RECORDING_PATH)
+            or _is_about_cache(path)
         )
         if not (is_for_agents or is_for_operators or self._tenants.are_required):
             return
@@ -159,7 +169,9 @@ class Api:
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(client_request_id, own_id)
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
-        marks = self._marks_of(body, salt)
+        marks = recorded_marks = self._marks_of(body, salt)
+        if not self._driver.core.wants_marks:
+            marks = NO_MARKS
         exchange = Exchange(
             self._driver,
             own_id,
@@ -184,11 +196,15 @@ class Api:
             marks.digests,
             marks.prompt_bytes,
         )
+        if self._recordings.are_on:
+            self._recordings.arrived(own_id, recorded_marks)
         self._driver.admit(exchange, arrived)
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
         """Those of the prompt, if somebody could use them."""
-        if len(body.raw) < SPACING_BYTES or not self._driver.core.wants_marks:
+        if len(body.raw) < SPACING_BYTES:
+            return NO_MARKS
+        if not (self._driver.core.wants_marks or self._recordings.are_on):
             return NO_MARKS
         if salt is None:
             sent = body.fields.get("cache_salt")
@@ -216,12 +232,18 @@ class Api:
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         status = status_of(self._driver.core, self._agents)
+        if self._autotune is not None:
+            status["autotune"] = self._autotune.status()
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
         _send_json(connection, 200, status)
 
     def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _record(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._authenticate_operator(request.header(b"authorization"))
+        self._recordings.begin(connection)
 
     def _only_for_operators(self, request: HttpRequest) -> None:
         """Raises ``ApiError`` 401 where keys are on and the caller has shown only one of those."""

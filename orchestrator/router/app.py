@@ -30,6 +30,7 @@ from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.http_server import HttpServer
 from splitserve.orchestrator.router.metrics import RouterMetrics
+from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
 from splitserve.orchestrator.router.tenants import Tenants
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.autotune import Autotune
+    from splitserve.orchestrator.router.token_counts import Tally
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +70,12 @@ class Router:
     client: EngineClient
     log: RequestLog
     port: int
+    recordings: Recordings
     _server: HttpServer
     _websockets: web.Server
     _watch: CacheWatch | None = None
     _cache: CacheApi | None = None
+    _autotune: Autotune | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -84,6 +89,9 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._autotune is not None:
+            self._autotune.stop()
+        self.recordings.close()
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
         await self._websockets.shutdown(FLUSH_TIMEOUT_S)
@@ -105,16 +113,34 @@ async def start(
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
     agents = AgentHub(secret)
 
-    def on_end(timeline: Timeline, client_request_id: str) -> None:
+    recordings = Recordings()
+
+    def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
-        log.add(timeline, client_request_id)
+        log.add(timeline, tally)
+        if recordings.are_on:
+            recordings.ended(timeline, tally)
+        if autotune is not None:
+            autotune.ended(timeline, tally)
 
     driver = CoreDriver(core, client, agents, secret, on_end)
+    autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
     cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
-    api = Api(driver, agents, tenants, metrics, log, config.model.name, continuable, cache)
+    api = Api(
+        driver,
+        agents,
+        tenants,
+        metrics,
+        log,
+        config.model.name,
+        continuable,
+        cache,
+        recordings,
+        autotune,
+    )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
@@ -131,7 +157,31 @@ async def start(
         path = Path(config.cache.socket_path)
         watch = CacheWatch(path, socket.gethostname(), driver.tell)
         watch.start()
-    return Router(core, driver, agents, client, log, port, server, websockets, watch, cache)
+    if autotune is not None:
+        autotune.start()
+    return Router(
+        core,
+        driver,
+        agents,
+        client,
+        log,
+        port,
+        recordings,
+        server,
+        websockets,
+        watch,
+        cache,
+        autotune,
+    )
+
+
+def _autotune_of(config: ClusterConfig, driver: CoreDriver) -> Autotune | None:
+    if config.policy.autotune.mode == "off":
+        return None
+    # It brings numpy, which a router needs for nothing else
+    from splitserve.orchestrator.router.autotune import autotune_of
+
+    return autotune_of(config, driver)
 
 
 def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:

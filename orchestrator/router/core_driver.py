@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from splitserve.orchestrator.core.events import RequestArrived
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.engine_client import EngineClient
     from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.token_counts import Tally
 
 
 _log = logging.getLogger(__name__)
@@ -50,12 +52,14 @@ class CoreDriver:
         client: EngineClient,
         agents: AgentHub,
         secret: bytes,
-        on_end: Callable[[ef.Timeline, str], None],
+        on_end: Callable[[ef.Timeline, Tally], None],
     ) -> None:
         self.core = core
         self.client = client
         self.secret = secret
         self.exchanges: dict[str, Exchange] = {}
+        self.on_arrival: Callable[[RequestArrived], None] | None = None
+        """Who wants to know what comes."""
         self._agents = agents
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -92,9 +96,11 @@ class CoreDriver:
             ef.ReportBreaker: _report_breaker,
         }
 
-    def admit(self, exchange: Exchange, event: Event) -> None:
+    def admit(self, exchange: Exchange, event: RequestArrived) -> None:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
+        if self.on_arrival is not None:
+            self.on_arrival(event)
         self.tell(event)
 
     def drain(
@@ -197,7 +203,7 @@ class CoreDriver:
 
     def _end_request(self, order: ef.EndRequest) -> None:
         exchange = self.exchanges.pop(order.timeline.request_id)
-        self._on_end(order.timeline, exchange.client_request_id)
+        self._on_end(order.timeline, exchange.tally())
         if self._idle is not None and not self.exchanges:
             self._idle.set()
 

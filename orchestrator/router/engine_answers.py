@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import orjson
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.router.prompt_usage import WholeLines, cached_in
+from splitserve.orchestrator.router.prompt_usage import WholeLines
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError
+from splitserve.orchestrator.router.token_counts import UNKNOWN_COUNTS, AnswerCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.engine_client import Leg, RawHeaders
     from splitserve.orchestrator.router.exchange import Exchange
     from splitserve.orchestrator.router.sent_tokens import SentTokens
+    from splitserve.orchestrator.router.token_counts import TokenCounts
 
 HELD_LIMIT_BYTES = 32 * 2**20
 """Most of an unstreamed answer that is held back until it is complete."""
@@ -34,8 +36,8 @@ PREFILL_LIMIT_BYTES = 64 * 1024
 
 
 class PrefillListener:
-    """Reads the prefill engine's answer; its status and time go to the core, its count of cached
-    tokens to ``on_cached``.
+    """Reads the prefill engine's answer; its status and time go to the core, its body to
+    ``on_answer``.
     """
 
     __slots__ = (
@@ -43,7 +45,7 @@ class PrefillListener:
         "_body",
         "_body_bytes",
         "_driver",
-        "_on_cached",
+        "_on_answer",
         "_request_id",
         "_status",
     )
@@ -53,12 +55,12 @@ class PrefillListener:
         driver: CoreDriver,
         request_id: str,
         attempt: int,
-        on_cached: Callable[[bytes], None] | None = None,
+        on_answer: Callable[[bytes], None] | None = None,
     ) -> None:
         self._driver = driver
         self._request_id = request_id
         self._attempt = attempt
-        self._on_cached = on_cached
+        self._on_answer = on_answer
         self._status = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -67,13 +69,13 @@ class PrefillListener:
         self._status = status
 
     def body_received(self, data: bytes, is_last: bool) -> None:
-        if self._on_cached is not None and self._body_bytes < PREFILL_LIMIT_BYTES:
+        if self._on_answer is not None and self._body_bytes < PREFILL_LIMIT_BYTES:
             self._body.append(data)
             self._body_bytes += len(data)
 
     def ended(self) -> None:
-        if self._on_cached is not None:
-            self._on_cached(cached_in(b"".join(self._body)))
+        if self._on_answer is not None:
+            self._on_answer(b"".join(self._body))
         self._driver.tell(ev.PrefillAnswered(self._request_id, self._attempt, self._status))
 
     def failed(self, reason: str) -> None:
@@ -85,6 +87,7 @@ class DecodeAnswer:
 
     __slots__ = (
         "_attempt",
+        "_counter",
         "_driver",
         "_exchange",
         "_held",
@@ -112,6 +115,8 @@ class DecodeAnswer:
         self._exchange = exchange
         self._attempt = attempt
         self._sent = sent
+        self._counter = AnswerCounter() if sent is None else None
+        """Of an answer without token ids."""
         self._lines: WholeLines | None = WholeLines() if exchange.counts_cached else None
         """Of a stream whose events are not known to be whole, when a figure in them is changed."""
         self._held: list[bytes] = []
@@ -123,6 +128,12 @@ class DecodeAnswer:
         """The leg has failed if the engine has sent nothing for so long."""
         if monotonic() - self.heard_at >= limit_s:
             self._fail(f"its node is silent and sent nothing for {limit_s:g} s")
+
+    def counts(self, other_events: int) -> TokenCounts:
+        """What is known of an answer without token ids; so many events of it carry no token."""
+        if self._counter is None or not self.is_relaying:
+            return UNKNOWN_COUNTS
+        return self._counter.counts(is_stream=self.is_event_stream, other_events=other_events)
 
     def take(self) -> bytes:
         """What is held, once."""
@@ -216,9 +227,11 @@ class DecodeAnswer:
             if self._sent.is_followed:
                 is_last = is_last and self._sent.is_complete
             else:
-                self._sent = None
+                self._sent, self._counter = None, AnswerCounter()
         elif self._lines is not None and self.is_event_stream:
             data = self._lines.feed(data) + (self._lines.rest() if is_last else b"")
+        if self._counter is not None:
+            self._counter.feed(data)
         self._exchange.send_answer_body(self._exchange.with_cached(data), is_last)
 
     def _fail(self, reason: str) -> None:

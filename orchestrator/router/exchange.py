@@ -20,8 +20,9 @@ from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillL
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
-from splitserve.orchestrator.router.prompt_usage import UNKNOWN, with_cached
+from splitserve.orchestrator.router.prompt_usage import UNKNOWN, cached_in, with_cached
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
+from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
 
 JOIN_LIMIT_BYTES = 64 * 1024
 """Requests up to this size are written in one piece."""
+
+CHAT_EVENTS = 2
+"""Events of a streamed chat that bring no token: the first, with the role, and the last. Of a
+completion only the last one does not.
+"""
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -77,6 +83,7 @@ class Exchange:
         "_marks",
         "_prefill",
         "_present_request",
+        "_prompt_tokens",
         "_request",
         "_resumed_tokens",
         "_salt",
@@ -117,6 +124,8 @@ class Exchange:
         self._answer: DecodeAnswer | None = None
         self._cached: bytes | None = None
         """How much of the client's prompt the prefill engine had, None when none computed it."""
+        self._prompt_tokens: int | None = None
+        """As the prefill engine counts them."""
         self._is_answered = False
         """The client has its status line."""
         self._is_sent = False
@@ -128,6 +137,17 @@ class Exchange:
         self._sent: SentTokens | None = None
         if request.can_continue:
             self._sent = SentTokens(has_usage=request.wants_usage)
+
+    def tally(self) -> Tally:
+        """What is known of the request's lengths by now."""
+        sent = self._sent
+        prompt, answered = self._prompt_tokens, None
+        if sent is not None and sent.can_continue:
+            prompt, answered = sent.prompt_tokens, sent.sent
+        elif self._answer is not None:
+            found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
+            prompt, answered = found.prompt or prompt, found.answer
+        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
 
     # Orders of the core
 
@@ -158,9 +178,9 @@ class Exchange:
         """Send the prefill leg."""
         # Behind an answer's beginning the marks would not tell where in the tokens they lie
         marks = NO_MARKS if self._resumed_tokens else self._marks
-        on_cached = None
+        on_answer = None
         if not self._resumed_tokens:
-            self._cached, on_cached = UNKNOWN, self._note_cached
+            self._cached, on_answer = UNKNOWN, self._note_prefill
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -171,7 +191,7 @@ class Exchange:
             prompt_bytes=marks.prompt_bytes,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
-        listener = PrefillListener(self._driver, self.id, order.attempt, on_cached)
+        listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
         self._prefill = self._send(order.prefill, [body], listener)
 
     def start_alone(self, order: StartAlone) -> None:
@@ -310,8 +330,9 @@ class Exchange:
         """Whether that is the answer that the client is to have, and has not had."""
         return self._answer is answer and not self._is_over
 
-    def _note_cached(self, cached: bytes) -> None:
-        self._cached = cached
+    def _note_prefill(self, answer: bytes) -> None:
+        self._cached = cached_in(answer)
+        self._prompt_tokens = usage_in(answer).prompt
 
     def _send_tail(self, sent: SentTokens) -> None:
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)

@@ -15,6 +15,7 @@ import orjson
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.token_counts import Tally
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +28,15 @@ class RequestLog:
 
     def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
         self._stream = stream
-        self._kept: deque[tuple[Timeline, str]] = deque(maxlen=kept_requests)
-        self._unwritten: list[tuple[Timeline, str]] = []
+        self._kept: deque[tuple[Timeline, Tally]] = deque(maxlen=kept_requests)
+        self._unwritten: list[tuple[Timeline, Tally]] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._lost_lines = 0
         self._wall_offset = time.time() - time.monotonic()
 
-    def add(self, timeline: Timeline, client_request_id: str) -> None:
+    def add(self, timeline: Timeline, tally: Tally) -> None:
         """One request ended."""
-        entry = (timeline, client_request_id)
+        entry = (timeline, tally)
         self._kept.append(entry)
         if self._stream is None:
             return
@@ -48,9 +49,9 @@ class RequestLog:
 
     def find(self, client_request_id: str) -> dict[str, Any] | None:
         """The latest timeline with that X-Request-Id."""
-        for timeline, request_id in reversed(self._kept):
-            if request_id == client_request_id:
-                return as_record(timeline, request_id, self._wall_offset)
+        for timeline, tally in reversed(self._kept):
+            if tally.client_request_id == client_request_id:
+                return as_record(timeline, tally, self._wall_offset)
         return None
 
     def latest(self, count: int) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ class RequestLog:
                 self._lost_lines = 0
 
 
-def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) -> dict[str, Any]:
+def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str, Any]:
     """A timeline as the log shows it: the wall time of arrival, everything else in milliseconds
     after it.
     """
@@ -92,13 +93,16 @@ def as_record(timeline: Timeline, client_request_id: str, wall_offset: float) ->
 
     return {
         "event": "request",
-        "request_id": client_request_id,
+        "request_id": tally.client_request_id,
         "id": timeline.request_id,
         "received_unix_s": round(received + wall_offset, 3),
         "endpoint": timeline.endpoint,
         "tenant": timeline.tenant,
         "streaming": timeline.streaming,
         "prompt_tokens_estimate": timeline.prompt_tokens,
+        "prompt_tokens": tally.prompt_tokens,
+        "output_tokens": tally.output_tokens,
+        "output_limit_tokens": tally.output_limit_tokens,
         "decision": timeline.decision,
         "prefill_node": timeline.prefill_node,
         "decode_node": timeline.decode_node,

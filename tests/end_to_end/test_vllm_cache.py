@@ -282,7 +282,7 @@ async def test_operators_find_and_move_what_a_tenant_has_stored(
     assert (found["tokens"], found["cached_tokens"], found["tiers"]) == (300, 256, everywhere)
     found = await restarted.cache("lookup", *chat_of_alice)
     assert found["tokens"] == chat.prompt_tokens
-    assert found["cached_tokens"] == whole(chat.prompt_tokens) > 300
+    assert found["cached_tokens"] == whole(chat.prompt_tokens) > 0
 
     moved = await restarted.cache("move", *alice, "--tier", "disk")
     assert (moved["tokens"], moved["missing"]) == (256, 0)

@@ -65,6 +65,10 @@ class NoConnector:
     def layer_done(self, layer: int) -> None:
         """Nothing."""
 
+    def look(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
     def end_step(self) -> TransferResults:
         """Nothing was sent or received."""
         return TransferResults()
@@ -104,6 +108,8 @@ class Connector:
             )
             for rank, memory in enumerate(memories)
         ]
+        self._seen = [TransferResults()] * len(memories)
+        """What each rank's thread has reported in the present step."""
         self._joined = [JoinedReceives() for _ in memories]
         self._caches: list[CacheThread] = []
         self._cache_news: list[CacheNews] = []
@@ -232,6 +238,19 @@ class Connector:
         for cache in self._caches:
             cache.layer_done(layer)
 
+    def look(self) -> frozenset[str]:
+        """In the middle of a step: requests of which some rank's transfer has ended, to be told at
+        the step's end.
+        """
+        for rank, thread in enumerate(self._threads):
+            seen, new = self._seen[rank], thread.take_results()
+            self._seen[rank] = TransferResults(
+                seen.finished_sending | new.finished_sending,
+                seen.finished_receiving | new.finished_receiving,
+                seen.failed_receiving | new.failed_receiving,
+            )
+        return frozenset().union(*(seen.finished_receiving for seen in self._seen))
+
     def end_step(self) -> TransferResults:
         """The forward pass is over; what all ranks have finished since the last step."""
         for thread in self._threads:
@@ -240,8 +259,11 @@ class Connector:
             cache.end_step()
         news = [cache.take_news() for cache in self._caches] or [CacheNews()] * len(self._threads)
         self._cache_news += [each for each in news if not each.is_empty]
-        parts = zip(self._joined, self._threads, news, strict=True)
-        return self._reports.join([j.results(t.take_results(), each) for j, t, each in parts])
+        self.look()
+        parts = zip(self._joined, self._seen, news, strict=True)
+        joined = self._reports.join([j.results(seen, each) for j, seen, each in parts])
+        self._seen = [TransferResults()] * len(self._threads)
+        return joined
 
     def _is_cached(self, block_hash: bytes) -> bool:
         """Asked by the endpoint's thread: a single read of what the loop's thread changes."""

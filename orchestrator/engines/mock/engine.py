@@ -16,7 +16,7 @@ from splitserve.orchestrator.engines.mock.scheduler import Request, Status, Step
 from splitserve.orchestrator.engines.mock.timing import Landings, StepClock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.engines.mock.connector import Connector, NoConnector
     from splitserve.orchestrator.engines.mock.faults import FaultBox
@@ -163,9 +163,17 @@ class MockEngine:
             if plan.chunks:
                 if layer == self._model.shape.layers - 1:
                     sampled = self._sample(plan)
-                await self._clock.layer_due(layer)
+                await self._clock.layer_due(layer, self._look_for_landings())
             self._connector.layer_done(layer)
         return sampled
+
+    def _look_for_landings(self) -> Callable[[], None] | None:
+        """What notes when a prompt lands in the middle of a step; None when that does not matter or
+        none is on its way.
+        """
+        if not (self._timing.delays_landings and self.scheduler.parked):
+            return None
+        return lambda: self._landings.seen(self._connector.look())
 
     def _sample(self, plan: StepPlan) -> dict[str, int]:
         return {

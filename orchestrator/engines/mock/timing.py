@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CATCH_UP_LIMIT_S = 0.02
 """How much a late step may be shortened."""
+LOOK_INTERVAL_S = 0.004
+"""How exactly is known when a prompt has landed in the middle of a step."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,16 @@ class StepClock:
         """The engine has nothing to compute: the next step begins when it begins."""
         self._end = None
 
-    async def layer_due(self, layer: int) -> None:
-        """Returns when ``layer`` is due to be done."""
+    async def layer_due(self, layer: int, look: Callable[[], None] | None = None) -> None:
+        """Returns when ``layer`` is due to be done; ``look`` is called now and then meanwhile."""
         is_last = layer == self._layers - 1
         if not self._seconds or not (is_last or self._waits_in_layers):
             return
-        wait_s = self._start + self._seconds * (layer + 1) / self._layers - time.monotonic()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
+        due = self._start + self._seconds * (layer + 1) / self._layers
+        while (wait_s := due - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s if look is None else min(wait_s, LOOK_INTERVAL_S))
+            if look is not None:
+                look()
 
 
 class Landings:
@@ -118,6 +122,8 @@ class Landings:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._begun: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+        """When transfers ended of which the engine is told at the step's end."""
         self._due: dict[str, float] = {}
         self._link_free = 0.0
 
@@ -126,6 +132,12 @@ class Landings:
         if self._timing.delays_landings:
             now = time.monotonic()
             self._begun = {name: self._begun.get(name, now) for name in requests}
+
+    def seen(self, names: frozenset[str]) -> None:
+        """The transfers of these have ended by now; without effect for those that had before."""
+        now = time.monotonic()
+        for name in names:
+            self._seen.setdefault(name, now)
 
     def held_back(
         self, results: TransferResults, requests: Mapping[str, Request]
@@ -140,15 +152,17 @@ class Landings:
         for name in results.finished_receiving - results.failed_receiving:
             if name in requests:
                 told.remove(name)
-                self._due[name] = self._due_of(name, requests[name].expected, now)
+                ended = self._seen.get(name, now)
+                self._due[name] = self._due_of(name, requests[name].expected, ended)
+        self._seen.clear()
         for name, due in list(self._due.items()):
             if due <= now or name not in requests:
                 told.add(name)
                 del self._due[name]
         return structs.replace(results, finished_receiving=frozenset(told))
 
-    def _due_of(self, name: str, tokens: int, now: float) -> float:
+    def _due_of(self, name: str, tokens: int, ended: float) -> float:
         timing = self._timing
-        begun = max(self._begun.get(name, now), self._link_free)
+        begun = max(self._begun.get(name, ended), self._link_free)
         self._link_free = begun + tokens * timing.landing_token_s
-        return max(now, self._link_free) + timing.landing_latency_s
+        return max(ended, self._link_free) + timing.landing_latency_s

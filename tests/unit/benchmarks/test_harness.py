@@ -87,3 +87,47 @@ def test_planted_faults_change_what_they_say(
     transport.connect("peer", b"", Pairing())
     transport.write("peer", 0, np.array([13, 14, 15]), np.array([21, 22, 23]))
     assert written == [[local, remote]]
+
+
+def test_rankings_are_compared(benchmark: Any) -> None:
+    """Kendall's tau: 1 for the same order, -1 for the reverse; a tie on one side counts half."""
+    tau = benchmark("harness.accuracy").kendall_tau
+    assert tau([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert tau([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
+    assert 0.8 < tau([1, 2, 3, 4], [1, 2, 3, 3]) < 1
+    assert tau([1, 1], [2, 2]) == 1
+    assert tau([1, 1], [2, 3]) == 0
+
+
+def test_an_error_is_relative_to_what_was_measured(benchmark: Any) -> None:
+    """And the spread of rounds to their median."""
+    accuracy = benchmark("harness.accuracy")
+    outcome = import_module("splitserve.orchestrator.tuner.outcome").Outcome
+    measured, simulated = (
+        outcome(np.arange(3.0), np.full(3, ttft), np.full(3, 0.1), np.arange(3.0) + 9)
+        for ttft in (2.0, 2.5)
+    )
+    pair = accuracy.Pair(1, 7, measured, simulated)
+    assert pair.error("ttft", 50) == pytest.approx(0.25)
+    assert pair.error("itl", 90) == 0
+    assert accuracy.spread([1.0, 1.1, 1.2]) == pytest.approx(0.1 / 1.1)
+
+
+async def test_a_replay_measures_from_the_traces_times(benchmark: Any) -> None:
+    """First tokens count from when a request should have left; what failed has none; a client that
+    is too late says so.
+    """
+    replay, client = benchmark("harness.replay"), benchmark("harness.client")
+    requests = replay.draw_trace(1, seconds=20, per_s=1, input_tokens=100, output_tokens=10)
+    assert requests == replay.draw_trace(1, seconds=20, per_s=1, input_tokens=100, output_tokens=10)
+    assert all(12 <= r.input_tokens <= 400 and 2 <= r.output_tokens <= 40 for r in requests)
+    first, second = requests[:2]
+    answer = client.Streamed(0.0, (100.5 + first.at_s, 102.5 + first.at_s), "", (), 5, 0)
+    failed = client.RequestFailedError("503")
+    found = replay.outcome_of([first, second], [answer, failed], 100.0)
+    assert found.ttft_s[0] == pytest.approx(0.5)
+    assert found.itl_s[0] == pytest.approx(2 / 4)
+    assert np.isnan(found.ttft_s[1])
+    with pytest.raises(ZeroDivisionError):
+        replay.outcome_of([first], [ZeroDivisionError()], 100.0)

@@ -134,6 +134,32 @@ def test_landings_share_a_link(clock: Clock) -> None:
     assert sorted(step for _, step in seen) == [15, 25]
 
 
+def test_a_landing_in_the_middle_of_a_step_counts_from_there(clock: Clock) -> None:
+    """The engine is told at the end of that step, if the latency is over by then."""
+    landings = Landings(Timing(lambda plan: 0, 1.0, 0.01))
+    parked = {name: Request(name, (1,) * 101, 5, expected=100) for name in "ab"}
+    landings.parked(parked)
+    clock.now += 2
+    landings.seen(frozenset("a"))
+    clock.now += 0.9
+    landings.seen(frozenset("ab"))
+    clock.now += 0.2
+    both = TransferResults(finished_receiving=frozenset("ab"))
+    assert landings.held_back(both, parked).finished_receiving == {"a"}
+    clock.now += 0.9
+    assert landings.held_back(TransferResults(), parked).finished_receiving == {"b"}
+
+
+async def test_a_step_is_looked_at_while_it_runs(clock: Clock) -> None:
+    """Every few milliseconds, and it takes no longer for that."""
+    step = StepClock(1)
+    looks: list[float] = []
+    step.begin(0.01, computes_prompts=False)
+    began = clock.now
+    await step.layer_due(0, lambda: looks.append(clock.now - began))
+    assert looks == pytest.approx([0.004, 0.008, 0.01])
+
+
 def test_what_failed_or_was_given_up_is_told_at_once(clock: Clock) -> None:
     """Nothing is held for those."""
     landings = Landings(Timing(lambda plan: 0, 1.0, 0.01))

@@ -1,0 +1,209 @@
+"""``splitserve record``: what arrives at the router, as a trace without any text."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import click
+
+from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
+from splitserve.orchestrator.cli.up import chosen_cluster, not_running
+from splitserve.orchestrator.router.recordings import RECORDING_PATH
+from splitserve.orchestrator.trace_recording import Began, TraceLines, decode_line
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+
+CONNECT_TIMEOUT_S = 10.0
+FINISH_LIMIT_S = 3600.0
+"""How long the last requests are waited for."""
+
+
+class RecordingError(click.ClickException):
+    """The recording has ended early; the message says why, and what the file holds."""
+
+    exit_code = EXIT_FAILED
+
+
+@click.command()
+@click.argument("cluster", required=False)
+@click.option(
+    "--out",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="The file to write; it must not be there yet.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Record for so long; default: until Ctrl-C.",
+)
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of the blocks by which shared beginnings are told.",
+)
+def record(cluster: str | None, path: Path, minutes: float | None, block_tokens: int) -> None:
+    """Write what arrives at the router of CLUSTER (default: the only one that runs) as a trace.
+
+    One JSON line per request (Mooncake's form): when it came, how long prompt and answer were, and
+    numbers that say which prompts begin alike. No text, no key and no hash of either. `splitserve
+    tune --trace` and `cache advise --trace` read it.
+
+    At the end, requests that still run are waited for; Ctrl-C once more leaves them out.
+    """
+    files = chosen_cluster(cluster)
+    found = files.record()
+    if found is None or not files.is_running():
+        raise click.exceptions.Exit(not_running(files.name))
+    if path.suffix == ".gz":
+        raise RefusedError(f"--out {path}: the file is written unpacked; pack it afterwards")
+    with TraceFile(path) as file:
+        recording = Recording(files, found, file, TraceLines(block_tokens))
+        asyncio.run(recording.run(None if minutes is None else minutes * 60))
+
+
+class TraceFile:
+    """A new file that holds whole lines only, whatever happens. Raises ``OSError`` when there is
+    one of that name already, or it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise RefusedError(f"--out {path}: there is such a file; name another one") from error
+        self._size = 0
+        self.lines = 0
+        """That it holds."""
+
+    def append(self, lines: bytes) -> None:
+        """All of the lines are in the file, or none of them. Raises ``OSError``."""
+        at = 0
+        try:
+            while at < len(lines):
+                at += os.write(self._file, lines[at:])
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            os.lseek(self._file, self._size, os.SEEK_SET)
+            raise
+        self._size += len(lines)
+        self.lines += lines.count(b"\n")
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+
+class Recording:
+    """One recording, from the first line to the last."""
+
+    def __init__(
+        self, files: ClusterFiles, record: ClusterRecord, file: TraceFile, lines: TraceLines
+    ) -> None:
+        self._files = files
+        self._record = record
+        self._file = file
+        self._lines = lines
+        self._stop = asyncio.Event()
+        self._all_ended = asyncio.Event()
+        """No request runs, and none is taken up any more."""
+
+    async def run(self, seconds: float | None) -> None:
+        """The time is over, or somebody has stopped it; the file is complete. Raises
+        ``RecordingError``.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                async with session.get(self._url(), headers=self._headers()) as response:
+                    if response.status != 200:
+                        text = (await response.text())[:500]
+                        raise RecordingError(f"the router answers {response.status}: {text}")
+                    await self._follow(response, seconds)
+            except aiohttp.ClientError as error:
+                raise RecordingError(
+                    f"the router on {self._record.url} has ended the recording ({error}); "
+                    f"{self._told()}"
+                ) from error
+        click.echo(self._told())
+
+    async def _follow(self, response: aiohttp.ClientResponse, seconds: float | None) -> None:
+        reading = asyncio.create_task(self._read(response.content))
+        try:
+            await self._wait(reading, self._stop, seconds)
+            self._close()
+            if not (reading.done() or self._all_ended.is_set()):
+                self._stop.clear()
+                click.echo(
+                    f"waiting for {self._lines.open_requests} requests that still run; "
+                    "Ctrl-C leaves them out"
+                )
+                ending = asyncio.create_task(self._all_ended.wait())
+                await self._wait(ending, self._stop, FINISH_LIMIT_S, reading)
+                ending.cancel()
+            if reading.done():
+                await reading
+                raise RecordingError(f"the router has ended the recording; {self._told()}")
+        except OSError as error:
+            raise RecordingError(
+                f"{self._file.path} cannot be written: {error.strerror}; {self._told()}"
+            ) from error
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        self._file.append(self._lines.give_up())
+
+    async def _read(self, stream: aiohttp.StreamReader) -> None:
+        """All lines that the router sends are taken. Raises ``OSError`` of the file."""
+        while line := await stream.readline():
+            told = decode_line(line)
+            if isinstance(told, Began):
+                click.echo(f"recording {self._record.name} to {self._file.path}; Ctrl-C ends it")
+            self._file.append(self._lines.take(told))
+            if self._lines.is_closed and not self._lines.open_requests:
+                self._all_ended.set()
+
+    async def _wait(
+        self,
+        task: asyncio.Task[Any],
+        event: asyncio.Event,
+        seconds: float | None,
+        *others: asyncio.Task[Any],
+    ) -> None:
+        """Until one of the tasks is done, the event is set or the time is over."""
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait(
+            (task, waiting, *others), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        waiting.cancel()
+
+    def _close(self) -> None:
+        self._lines.is_closed = True
+        if not self._lines.open_requests:
+            self._all_ended.set()
+
+    def _told(self) -> str:
+        count = self._lines.left_out
+        left_out = f", {count} are left out" if count else ""
+        return f"{self._file.lines} requests are in {self._file.path}{left_out}"
+
+    def _url(self) -> str:
+        return self._record.url.removesuffix("/v1") + RECORDING_PATH
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._files.token_path.read_text()}"}
