@@ -57,6 +57,9 @@ class FakeRouter:
             for name, role in self.roles.items()
         }
 
+    def status(self, timeout_s: float = 1.0) -> dict[str, Any]:
+        return {"nodes": self.nodes(timeout_s)}
+
 
 def record(url: str = "http://127.0.0.1:1") -> ClusterRecord:
     """What `up` has written; this process is the `up`."""
