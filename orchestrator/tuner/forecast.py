@@ -1,10 +1,11 @@
 """What clients will ask in the next minutes, from what they asked in the last ones.
 
 Time is cut into windows of equal length. Of each window three figures are kept: arrivals per
-second, the mean prompt and the mean answer. Each is smoothed as a level and a damped trend (Holt's
-method, https://doi.org/10.1016/j.ijforecast.2003.09.015), and the forecast is the mean over the
-horizon. The longest request of a window counts as long as its second longest, so that one alone
-changes nothing; a window in which hardly anything came changes little.
+second, the mean prompt and the mean answer. The middle one of the latest three values is smoothed
+as a level and a damped trend (Holt's method, https://doi.org/10.1016/j.ijforecast.2003.09.015), and
+the forecast is the mean over the horizon. The longest request of a window counts as long as its
+second longest. So neither one odd request nor one odd window changes anything; a window in which
+hardly anything came changes little.
 
 Lengths are scattered around their means as those of the latest requests were.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,9 +59,12 @@ class Figure:
     def __init__(self) -> None:
         self.level = math.nan
         self.trend = 0.0
+        self._latest: deque[float] = deque(maxlen=3)
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """The value of the next window; ``weight`` below 1 for one that is known badly."""
+        self._latest.append(value)
+        value = median(self._latest)
         if math.isnan(self.level):
             self.level = value
             return
