@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import psutil
@@ -87,29 +87,24 @@ class RoutedSystem(System):
         return Served(await stream_completion(session, self.url, body))
 
 
-class Product(contextlib.AbstractContextManager["Product"]):
-    """A running cluster; leaving the block stops it."""
+class RunningCluster:
+    """A running cluster of a YAML with a name and a router's port; leaving the block stops it."""
 
-    def __init__(
-        self,
-        flags: EngineFlags,
-        place: Placement,
-        transport: str,
-        logs: Path,
-        sections: dict[str, Any] | None = None,
-    ) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._needed = 2 * (ENGINE_BYTES_BESIDE_KV + flags.kv_cache_bytes)
+    def __init__(self, described: dict[str, Any], logs: Path, needed_bytes: int = 0) -> None:
+        self.url = f"http://127.0.0.1:{described['router']['port']}"
+        self._needed = needed_bytes
         self._log = logs / "up.log"
         self._config = logs / "cluster.yaml"
-        self.name = f"bench-{os.getpid()}"
-        described = cluster(self.name, flags, place, transport, port, logs, sections)
+        self.name: str = described["name"]
+        self._sizes = {pool: described[pool].get("replicas", 1) for pool in ("prefill", "decode")}
         self._config.write_text(yaml.safe_dump(described))
         self._process: subprocess.Popen[bytes] | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
     async def start(self) -> None:
-        """The router and one node of each pool are ready. Raises ``EngineStartError``."""
+        """The router and all nodes are ready. Raises ``EngineStartError``."""
         if psutil.virtual_memory().available < self._needed:
             raise EngineStartError(f"a cluster needs about {self._needed / 1e9:.1f} GB of memory")
         process = self._process = self._launch()
@@ -136,13 +131,9 @@ class Product(contextlib.AbstractContextManager["Product"]):
         try:
             async with session.get(f"{self.url}/health") as response:
                 nodes = (await response.json())["ready_nodes"]
-                return bool(nodes["prefill"] and nodes["decode"])
+                return bool(nodes == self._sizes)
         except (aiohttp.ClientError, TimeoutError):
             return False
-
-    def as_system(self, flags: EngineFlags, place: Placement) -> RoutedSystem:
-        """For rounds beside other systems."""
-        return RoutedSystem("router", flags, place, url=self.url)
 
     def operator_headers(self) -> dict[str, str]:
         """What the router's doors for operators ask for."""
@@ -177,3 +168,23 @@ class Product(contextlib.AbstractContextManager["Product"]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait(timeout=STOP_DEADLINE_S)
+
+
+class Product(RunningCluster):
+    """One prefill and one decode node with the flags of every other engine of the run."""
+
+    def __init__(
+        self,
+        flags: EngineFlags,
+        place: Placement,
+        transport: str,
+        logs: Path,
+        sections: dict[str, Any] | None = None,
+    ) -> None:
+        name, port = f"bench-{os.getpid()}", free_port()
+        described = cluster(name, flags, place, transport, port, logs, sections)
+        super().__init__(described, logs, 2 * (ENGINE_BYTES_BESIDE_KV + flags.kv_cache_bytes))
+
+    def as_system(self, flags: EngineFlags, place: Placement) -> RoutedSystem:
+        """For rounds beside other systems."""
+        return RoutedSystem("router", flags, place, url=self.url)

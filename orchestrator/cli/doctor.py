@@ -12,7 +12,7 @@ from splitserve.orchestrator.cli.errors import EXIT_REFUSED
 from splitserve.orchestrator.cli.up import roles_in_words
 from splitserve.orchestrator.config import load
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.launch.paths import with_cache_paths
+from splitserve.orchestrator.launch.paths import with_cache_paths, with_profile_path
 from splitserve.orchestrator.launch.preflight import findings
 
 
@@ -23,7 +23,7 @@ def doctor(config: str) -> None:
     changed.
     """
     bad = 0
-    loaded = with_cache_paths(load(config))
+    loaded = with_profile_path(with_cache_paths(load(config)))
     for finding in findings(loaded, os.environ):
         click.echo(f"{'FAIL' if finding.problems else 'ok':5} {finding.check}: {finding.detail}")
         for problem in finding.problems:

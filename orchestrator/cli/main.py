@@ -14,8 +14,10 @@ from splitserve.orchestrator.cli.doctor import doctor
 from splitserve.orchestrator.cli.errors import TellingGroup
 from splitserve.orchestrator.cli.flips import flip
 from splitserve.orchestrator.cli.model import model
+from splitserve.orchestrator.cli.profile import profile
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
+from splitserve.orchestrator.cli.simulate import simulate_command
 from splitserve.orchestrator.cli.tune import tune_command
 from splitserve.orchestrator.cli.up import down, status, up
 
@@ -35,7 +37,9 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, down, drain, restart, flip, record, tune_command, cache):
+for command in (up, status, down, drain, restart, flip, cache):
+    main.add_command(command)
+for command in (profile, record, simulate_command, tune_command):
     main.add_command(command)
 for command in (quickstart, model, config, doctor):
     main.add_command(command)

@@ -32,11 +32,15 @@ class RouterClient:
 
     def nodes(self, timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, Any]]:
         """What the router knows of each node that takes part, by name."""
+        nodes: dict[str, dict[str, Any]] = self.status(timeout_s)["nodes"]
+        return nodes
+
+    def status(self, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+        """What the router says of itself and of its nodes."""
         status, answer = self._ask("GET", "/internal/status", None, timeout_s)
         if status != 200:
             raise RouterSilentError(f"the router answers {status} to a question for its status")
-        nodes: dict[str, dict[str, Any]] = answer["nodes"]
-        return nodes
+        return answer
 
     def drain(
         self, node: str, *, restart: bool, force: bool, timeout_s: float | None

@@ -132,7 +132,7 @@ def _targets(ttft_ms: float | None, itl_ms: float | None) -> Targets:
 
 def _profile(path: Path | None, config: ClusterConfig) -> Profile:
     """The profile at ``path``, or the cluster's own. Raises ``RefusedError``."""
-    own = ClusterFiles(config.name).run_dir / "profile.json"
+    own = ClusterFiles(config.name).profile_path
     if path is None and not own.is_file():
         raise RefusedError(
             f"there is no profile of {config.name} ({own}); measure one on the running cluster "

@@ -186,7 +186,7 @@ def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
 def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     running = files.is_running() and psutil.pid_exists(record.pid)
     nodes = [read_status(files.run_dir, name) for name in record.nodes] if running else []
-    owed = _owed(files, record) if running else {}
+    router = _router_status(files, record) if running else {}
     return {
         "name": record.name,
         "running": running,
@@ -197,24 +197,29 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
         "uptime_s": round(time.time() - record.started, 1),
         "log_dir": record.log_dir,
         "cache": _cache_state(files) if running else "",
+        "autotune": router.get("autotune"),
         "flip_obstacle": next((n.flip_obstacle for n in nodes if n and n.flip_obstacle), ""),
         "nodes": [
-            msgspec.to_builtins(node) | {"owed": owed.get(node.node)}
+            msgspec.to_builtins(node) | {"owed": _owed(router, node.node)}
             for node in nodes
             if node is not None
         ],
     }
 
 
-def _owed(files: ClusterFiles, record: ClusterRecord) -> dict[str, dict[str, int]]:
-    """What nodes that have changed their role still owe of the old one; only the router knows, and
-    there may be none.
-    """
+def _router_status(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
+    """What only the router knows; empty when it does not answer."""
     try:
-        nodes = RouterClient(files, record).nodes(_ROUTER_TIMEOUT_S)
+        return RouterClient(files, record).status(_ROUTER_TIMEOUT_S)
     except RouterSilentError:
         return {}
-    return {name: node["owed"] for name, node in nodes.items() if node["is_flipping"]}
+
+
+def _owed(router: dict[str, Any], name: str) -> dict[str, int] | None:
+    """What a node that has changed its role still owes of the old one."""
+    node = router.get("nodes", {}).get(name)
+    owed: dict[str, int] | None = node["owed"] if node and node["is_flipping"] else None
+    return owed
 
 
 def roles_in_words(obstacle: str) -> str:
@@ -222,6 +227,14 @@ def roles_in_words(obstacle: str) -> str:
     if obstacle:
         return f"fixed: {obstacle}"
     return "nodes may change them with `splitserve flip NODE prefill|decode`"
+
+
+def autotune_in_words(told: dict[str, Any]) -> str:
+    """What the router said last about the ratio of its nodes."""
+    latest = told["decisions"][0] if told["decisions"] else None
+    why = latest["why"] if latest else "has decided nothing yet"
+    advises = "advises: " if latest and latest["node"] and told["mode"] == "advise" else ""
+    return f"{told['mode']}; {advises}{why}"
 
 
 def _cache_state(files: ClusterFiles) -> str:
@@ -263,6 +276,9 @@ def _print_cluster(facts: dict[str, Any]) -> None:
     if facts["nodes"]:
         roles = roles_in_words(facts["flip_obstacle"])
         console.print(f"roles: {roles}", highlight=False, soft_wrap=True)
+    if facts["autotune"]:
+        line = autotune_in_words(facts["autotune"])
+        console.print(f"autotune: {line}", highlight=False, soft_wrap=True)
     if facts["cache"]:
         state = facts["cache"]
         more = "; `splitserve cache stat` says more" if state == "ready" else ""

@@ -5,6 +5,7 @@ Most callers need ``load(path_or_name) -> ClusterConfig``, ``load_resolved(path)
 ``up`` started, and ``nodes(config)``.
 """
 
+from splitserve.orchestrator.config.autotune_schema import AutotuneConfig
 from splitserve.orchestrator.config.cache_schema import CacheConfig, QuotaConfig, TierConfig
 from splitserve.orchestrator.config.credentials import (
     SECRET_ENV,
@@ -41,6 +42,7 @@ from splitserve.orchestrator.config.schema import (
 __all__ = [
     "SECRET_ENV",
     "ApiKeyConfig",
+    "AutotuneConfig",
     "CacheConfig",
     "ClusterConfig",
     "ConditionalConfig",

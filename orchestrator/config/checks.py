@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
 from splitserve.orchestrator.config.nodes import POOLS, nodes
 
@@ -55,6 +56,7 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
     if not config.allow_shared_devices:
         problems += _shared(config, "cpus") + _shared(config, "gpus")
     problems += _port_overlaps(config) + _weight_differences(config) + cache_problems(config)
+    problems += autotune_problems(config)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
         problems.append(

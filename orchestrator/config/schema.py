@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from splitserve.orchestrator.config.autotune_schema import AutotuneConfig
 from splitserve.orchestrator.config.cache_schema import CacheConfig
 from splitserve.orchestrator.config.fields import (
     Bytes,
@@ -282,6 +283,9 @@ class PolicyConfig(Section):
 
     breaker: BreakerConfig = BreakerConfig()
     """When a failing node gets no work."""
+
+    autotune: AutotuneConfig = AutotuneConfig()
+    """How nodes change roles when the load changes."""
 
     prefix_routing: bool = True
     """A prompt goes to the node that has its beginning in its cache, unless that node is busier

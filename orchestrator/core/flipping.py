@@ -36,6 +36,7 @@ class Flipping(Draining):
         node = self.membership.nodes[event.node]
         is_last = not self._others(node)
         node.role = self.membership.ordered_roles[node.name] = event.role
+        node.has_flipped = True
         self.flips += 1
         returning = self.membership.returning.get(node.name)
         if returning is not None:

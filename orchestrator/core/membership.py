@@ -67,6 +67,8 @@ class Node:
     """What new work is for. Legs of the other role may still be out: where a leg is counts, not
     this.
     """
+    has_flipped: bool = False
+    """In this life of its engine, as far as this router knows."""
     phase: str = "loading"
     is_connected: bool = True
     is_silent: bool = False
@@ -102,6 +104,8 @@ class Node:
     @property
     def owed(self) -> Owed:
         """What is left of the role that it had before its last flip."""
+        if not self.has_flipped:
+            return Owed()
         is_decode = self.role == DECODE
         legs = self.prefill_legs if is_decode else self.decode_legs
         if self.state is None:

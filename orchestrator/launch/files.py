@@ -69,6 +69,11 @@ class ClusterFiles:
         return self.run_dir / "operator.token"
 
     @property
+    def profile_path(self) -> Path:
+        """What its engines take for what, as it was last measured; outlives the runs."""
+        return self.run_dir / "profile.json"
+
+    @property
     def cache_settings_path(self) -> Path:
         """What the cache server is told."""
         return self.run_dir / "cache.json"

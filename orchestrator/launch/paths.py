@@ -37,5 +37,19 @@ def with_cache_paths(config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"cache": cache.model_copy(update=update)})
 
 
+def with_profile_path(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the file of the profile by which roles are decided as an absolute
+    path.
+    """
+    autotune = config.policy.autotune
+    if autotune.mode == "off":
+        return config
+    path = _absolute(autotune.profile, ClusterFiles(config.name).profile_path)
+    policy = config.policy.model_copy(
+        update={"autotune": autotune.model_copy(update={"profile": path})}
+    )
+    return config.model_copy(update={"policy": policy})
+
+
 def _absolute(path: str | None, default: Path) -> str:
     return str((Path(path).expanduser() if path else default).absolute())

@@ -13,7 +13,7 @@ import yaml
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.engines.command import engine_command
-from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir
+from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
 from splitserve.orchestrator.launch.ports import with_ports
 from splitserve.orchestrator.launch.preflight import model_of, preflight
 
@@ -44,7 +44,7 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
     has been started.
     """
-    config = with_cache_paths(load(source))
+    config = with_profile_path(with_cache_paths(load(source)))
     try:
         preflight(config, environ)
     except ConfigError as error:

@@ -17,6 +17,7 @@ from splitserve.orchestrator.config import ConfigError, nodes, secret_for, tenan
 from splitserve.orchestrator.config.checks import fixed_ports
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.engines.versions import VersionError, check_versions, find_version
+from splitserve.orchestrator.launch.autotune_preflight import autotune_finding
 from splitserve.orchestrator.launch.cache_preflight import (
     arena_bytes,
     cache_finding,
@@ -52,6 +53,7 @@ def findings(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Find
         _model,
         _software,
         _same_host,
+        autotune_finding,
         cache_finding,
     )
     for check in checks:

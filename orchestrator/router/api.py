@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
@@ -65,6 +66,7 @@ class Api:
         continuable: frozenset[str],
         cache: CacheApi | None,
         recordings: Recordings,
+        autotune: Autotune | None = None,
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
@@ -76,6 +78,7 @@ class Api:
         self._served_name = served_name
         self._cache = cache
         self._recordings = recordings
+        self._autotune = autotune
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -229,6 +232,8 @@ class Api:
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         status = status_of(self._driver.core, self._agents)
+        if self._autotune is not None:
+            status["autotune"] = self._autotune.status()
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
         _send_json(connection, 200, status)
 

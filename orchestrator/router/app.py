@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.token_counts import Tally
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Router:
     _websockets: web.Server
     _watch: CacheWatch | None = None
     _cache: CacheApi | None = None
+    _autotune: Autotune | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -87,6 +89,8 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._autotune is not None:
+            self._autotune.stop()
         self.recordings.close()
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
@@ -116,14 +120,26 @@ async def start(
         log.add(timeline, tally)
         if recordings.are_on:
             recordings.ended(timeline, tally)
+        if autotune is not None:
+            autotune.ended(timeline, tally)
 
     driver = CoreDriver(core, client, agents, secret, on_end)
+    autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
     cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
     api = Api(
-        driver, agents, tenants, metrics, log, config.model.name, continuable, cache, recordings
+        driver,
+        agents,
+        tenants,
+        metrics,
+        log,
+        config.model.name,
+        continuable,
+        cache,
+        recordings,
+        autotune,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -141,9 +157,31 @@ async def start(
         path = Path(config.cache.socket_path)
         watch = CacheWatch(path, socket.gethostname(), driver.tell)
         watch.start()
+    if autotune is not None:
+        autotune.start()
     return Router(
-        core, driver, agents, client, log, port, recordings, server, websockets, watch, cache
+        core,
+        driver,
+        agents,
+        client,
+        log,
+        port,
+        recordings,
+        server,
+        websockets,
+        watch,
+        cache,
+        autotune,
     )
+
+
+def _autotune_of(config: ClusterConfig, driver: CoreDriver) -> Autotune | None:
+    if config.policy.autotune.mode == "off":
+        return None
+    # It brings numpy, which a router needs for nothing else
+    from splitserve.orchestrator.router.autotune import autotune_of
+
+    return autotune_of(config, driver)
 
 
 def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from splitserve.orchestrator.core.events import RequestArrived
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.engine_client import EngineClient
@@ -57,6 +58,8 @@ class CoreDriver:
         self.client = client
         self.secret = secret
         self.exchanges: dict[str, Exchange] = {}
+        self.on_arrival: Callable[[RequestArrived], None] | None = None
+        """Who wants to know what comes."""
         self._agents = agents
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -93,9 +96,11 @@ class CoreDriver:
             ef.ReportBreaker: _report_breaker,
         }
 
-    def admit(self, exchange: Exchange, event: Event) -> None:
+    def admit(self, exchange: Exchange, event: RequestArrived) -> None:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
+        if self.on_arrival is not None:
+            self.on_arrival(event)
         self.tell(event)
 
     def drain(

@@ -51,6 +51,8 @@ def fit(rows: Floats, seconds: Floats) -> Fit:
     """The parts of which ``seconds`` [observations] consist, by the amounts in ``rows``
     [observations, parts]. Raises ``FitError`` when they do not tell the parts apart.
     """
+    if rows.ndim < 2:
+        raise FitError("nothing was observed")
     count, parts = rows.shape
     scale = np.abs(rows).max(axis=0, initial=0.0)
     rank = np.linalg.matrix_rank(rows / np.where(scale > 0, scale, 1.0)) if count else 0
@@ -96,7 +98,8 @@ def non_negative(rows: Floats, seconds: Floats) -> Floats:
             values[~is_free] = 0.0
             if not is_free.any():
                 break
-    return values / scale
+    found: Floats = values / scale
+    return found
 
 
 def _robust(rows: Floats, seconds: Floats) -> Floats:
@@ -149,7 +152,8 @@ def _error(rows: Floats, seconds: Floats) -> float:
 
 def _huber_weights(residuals: Floats) -> Floats:
     limit = HUBER_LIMIT * _spread(residuals)
-    return np.minimum(1.0, limit / np.maximum(np.abs(residuals), 1e-300))
+    weights: Floats = np.minimum(1.0, limit / np.maximum(np.abs(residuals), 1e-300))
+    return weights
 
 
 def _spread(residuals: Floats) -> float:

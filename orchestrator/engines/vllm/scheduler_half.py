@@ -184,7 +184,8 @@ def _kv_bytes_per_token(kv_cache_config: KVCacheConfig, ranks: int) -> int:
     """Of all layers and ranks."""
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
-    return spec.page_size_bytes * len(group.layer_names) * ranks // spec.block_size
+    bytes_per_block: int = spec.page_size_bytes * len(group.layer_names) * ranks
+    return bytes_per_block // int(spec.block_size)
 
 
 def _hardware(ranks: int) -> str:
