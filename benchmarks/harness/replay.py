@@ -92,6 +92,7 @@ async def replay(
     url: str,
     requests: Sequence[TraceRequest],
     bodies: Sequence[dict[str, Any]],
+    late_limit_s: float = LATE_LIMIT_S,
 ) -> Outcome:
     """All requests have been sent, each with its body, and have ended. Raises ``LateClientError``
     when more than one in twenty left late.
@@ -102,7 +103,7 @@ async def replay(
     for request, body in zip(requests, bodies, strict=True):
         due = began + request.at_s - time.monotonic()
         await asyncio.sleep(max(0.0, due))
-        late += time.monotonic() - began - request.at_s > LATE_LIMIT_S
+        late += time.monotonic() - began - request.at_s > late_limit_s
         tasks.append(asyncio.create_task(stream_completion(session, url, body)))
     if late * 20 > len(requests):
         for task in tasks:
