@@ -1,11 +1,11 @@
 """What clients will ask in the next minutes, from what they asked in the last ones.
 
 Time is cut into windows of equal length. Of each window three figures are kept: arrivals per
-second, the mean prompt and the mean answer. The middle one of the latest three values is smoothed
-as a level and a damped trend (Holt's method, https://doi.org/10.1016/j.ijforecast.2003.09.015), and
-the forecast is the mean over the horizon. The longest request of a window counts as long as its
-second longest. So neither one odd request nor one odd window changes anything; a window in which
-hardly anything came changes little.
+second, the mean prompt and the mean answer. Each is smoothed as a level and a damped trend (Holt's
+method, https://doi.org/10.1016/j.ijforecast.2003.09.015), and the forecast is the mean over the
+horizon. The longest request of a window counts as long as its second longest, and a window that is
+far from its neighbours counts as if it were nearer: one odd request changes nothing, one odd window
+little. A window in which hardly anything came changes little too.
 
 Lengths are scattered around their means as those of the latest requests were.
 """
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 LEVEL = 0.3
 """Weight of the newest window."""
 TREND = 0.1
+ODD = 1.5
+"""A window counts for at most so many times the middle one of the latest three, or so little."""
 DAMPING = 0.8
 """What is left of a trend after each further window."""
 FULL_WINDOW_REQUESTS = 20
@@ -64,7 +66,8 @@ class Figure:
     def add(self, value: float, weight: float = 1.0) -> None:
         """The value of the next window; ``weight`` below 1 for one that is known badly."""
         self._latest.append(value)
-        value = median(self._latest)
+        usual = median(self._latest)
+        value = min(max(value, usual / ODD), usual * ODD)
         if math.isnan(self.level):
             self.level = value
             return

@@ -42,6 +42,7 @@ def test_a_mock_cluster_passes() -> None:
         "model",
         "software",
         "copies between engines",
+        "autotune",
         "cache",
         "secrets",
     }

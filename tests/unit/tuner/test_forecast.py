@@ -54,10 +54,13 @@ def test_a_rising_rate_goes_on_rising() -> None:
     assert forecast_of(watched([4.5] * 8)).rate_per_s < rising < 9.0
 
 
-def test_one_odd_window_is_passed_over() -> None:
-    """The middle one of the last three counts."""
-    steady, odd = watched([4.0] * 8), watched([4.0] * 6 + [40.0, 4.0])
-    assert forecast_of(odd).rate_per_s == pytest.approx(forecast_of(steady).rate_per_s)
+def test_one_odd_window_changes_little() -> None:
+    """Ten times as many requests count as half as many more; a new level is believed at once the
+    next window confirms it.
+    """
+    odd = forecast_of(watched([4.0] * 6 + [40.0, 4.0])).rate_per_s
+    assert 4.0 < odd < 4.6
+    assert forecast_of(watched([4.0] * 6 + [40.0, 40.0])).rate_per_s > 2 * odd
 
 
 def test_nothing_is_forecast_from_nothing() -> None:
