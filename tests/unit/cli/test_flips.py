@@ -36,6 +36,7 @@ class FakeRouter:
     """What the flipped node owes at each of the next looks; then nothing."""
     roles: dict[str, str] = {}  # noqa: RUF012
     silent = 0
+    autotune: dict[str, Any] | None = None
 
     def __init__(self, files: ClusterFiles, record: ClusterRecord) -> None:
         assert files.name == record.name == "test"
@@ -58,7 +59,8 @@ class FakeRouter:
         }
 
     def status(self, timeout_s: float = 1.0) -> dict[str, Any]:
-        return {"nodes": self.nodes(timeout_s)}
+        told = {"autotune": self.autotune} if self.autotune else {}
+        return {"nodes": self.nodes(timeout_s), **told}
 
 
 def record(url: str = "http://127.0.0.1:1") -> ClusterRecord:
@@ -223,6 +225,34 @@ def test_status_shows_roles_and_what_is_owed(
     text = run("status", "test").stdout
     assert "roles: fixed: a is 1 but b is 2" in text
     assert "owes" not in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "decisions", "words"),
+    [
+        ("advise", [], "autotune: advise; has decided nothing yet"),
+        ("on", [{"node": "", "why": "keeps 1:2"}], "autotune: on; keeps 1:2"),
+        (
+            "advise",
+            [{"node": "d0", "why": "d0 becomes prefill: x"}, {"node": "", "why": "older"}],
+            "autotune: advise; advises: d0 becomes prefill: x",
+        ),
+    ],
+)
+def test_status_shows_what_was_decided_last(
+    files: ClusterFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    decisions: list[dict[str, str]],
+    words: str,
+) -> None:
+    """One line; whether it is only advice; nothing where it is off."""
+    for name in NODES:
+        write(files, name, name.partition("-")[0])
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "autotune" not in run("status", "test").stdout
+    monkeypatch.setattr(FakeRouter, "autotune", {"mode": mode, "decisions": decisions})
+    assert words in run("status", "test").stdout
 
 
 async def test_the_router_is_asked_with_the_token_of_the_run(
