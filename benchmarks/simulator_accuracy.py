@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from harness import accuracy_vllm, options, report
 from harness.accuracy import FIGURES, Pair, kendall_tau
 from harness.client import new_session, stream_completion
 from harness.mock_nodes import HEADS, LAYERS, MockNodes
-from harness.replay import draw_trace, replay
+from harness.replay import CHAT_BLOCK_TOKENS, draw_chats, draw_trace, prompt_of, replay
 
 from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, reference_answer
 from splitserve.orchestrator.engines.mock.tokenizer import decode as text_of
@@ -52,6 +51,11 @@ NODES = 8
 LIMITS = {50: 0.05, 90: 0.15}
 TAU_LIMIT = 0.9
 IDLE_PROBES = 12
+SIMULATIONS = 9
+NOISE = 0.02
+"""Of steps: near saturation who is served where hangs on milliseconds, so one simulation says
+little.
+"""
 
 PROFILE = Profile(
     model="mock",
@@ -69,21 +73,16 @@ PROFILE = Profile(
 tens of milliseconds.
 """
 INPUT_TOKENS, OUTPUT_TOKENS = 450, 40
+TURN_TOKENS = 300
 QUEUE_TIMEOUT_S = 8.0
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
-
-
-def prompt_of(seed: object, tokens: int) -> list[int]:
-    """Token ids that share no block with those of another seed."""
-    source = Random(f"prompt/{seed}")
-    return [source.randrange(256) for _ in range(tokens)]
 
 
 def body_of(seed: object, request: TraceRequest) -> dict[str, Any]:
     """A completion of the request's lengths."""
     return {
         "model": PROFILE.model,
-        "prompt": prompt_of(seed, request.input_tokens),
+        "prompt": prompt_of(seed, request),
         "max_tokens": request.output_tokens,
         "ignore_eos": True,
     }
@@ -117,13 +116,7 @@ async def main(arguments: argparse.Namespace) -> int:
     logs = arguments.log_folder or Path(tempfile.mkdtemp(prefix="simulator-accuracy-"))
     print(f"logs: {logs}", flush=True)
     splits = [int(text) for text in arguments.prefill.split(",")]
-    requests = draw_trace(
-        arguments.seed,
-        seconds=arguments.seconds,
-        per_s=arguments.rate,
-        input_tokens=INPUT_TOKENS,
-        output_tokens=OUTPUT_TOKENS,
-    )
+    requests = draw(arguments)
     pairs = []
     shares = []
     with MockNodes(
@@ -135,21 +128,33 @@ async def main(arguments: argparse.Namespace) -> int:
             request_s = await measured_request_s(session, nodes.url)
             print(f"a request takes {request_s * 1e3:.1f} ms beside its steps", flush=True)
             profile = msgspec.structs.replace(PROFILE, request_s=request_s)
-            settings = SimulationSettings(limits=nodes.core_limits, prefix_caching=False)
+            settings = SimulationSettings(
+                limits=nodes.core_limits, trace_block_tokens=CHAT_BLOCK_TOKENS, noise=NOISE
+            )
             for prefill in splits:
                 await nodes.take_roles(session, prefill)
                 cpu_s, began = nodes.router_cpu_s(), asyncio.get_running_loop().time()
-                bodies = [body_of((prefill, n), request) for n, request in enumerate(requests)]
+                bodies = [body_of(prefill, request) for request in requests]
                 measured = await replay(session, nodes.url, requests, bodies)
                 elapsed_s = asyncio.get_running_loop().time() - began
                 shares.append((nodes.router_cpu_s() - cpu_s) / elapsed_s)
-                simulated = simulate(
-                    requests, profile, prefill=prefill, decode=NODES - prefill, settings=settings
-                )
-                pairs.append(Pair(prefill, NODES - prefill, measured, simulated))
+                decode = NODES - prefill
+                simulated = [
+                    simulate(
+                        requests,
+                        profile,
+                        prefill=prefill,
+                        decode=decode,
+                        settings=settings,
+                        seed=seed,
+                    )
+                    for seed in range(SIMULATIONS)
+                ]
+                pairs.append(Pair(prefill, decode, measured, simulated))
                 print(pairs[-1].as_dict(TARGETS), flush=True)
     results = summary(pairs) | {
         "requests": len(requests),
+        "kind": "turns of chats" if arguments.chats else "requests",
         "rate_per_s": arguments.rate,
         "seed": arguments.seed,
         "request_s": round(request_s, 5),
@@ -157,7 +162,7 @@ async def main(arguments: argparse.Namespace) -> int:
         "splits": [pair.as_dict(TARGETS) for pair in pairs],
     }
     path = report.write(
-        arguments.name or "simulator-accuracy",
+        arguments.name or f"simulator-accuracy{'-chats' if arguments.chats else ''}",
         "Does the simulator say what the running system does?",
         results,
         sections(results),
@@ -166,16 +171,24 @@ async def main(arguments: argparse.Namespace) -> int:
     return 0 if results["is_met"] else 1
 
 
+def draw(arguments: argparse.Namespace) -> list[TraceRequest]:
+    """The requests that every split gets."""
+    lengths = {"output_tokens": OUTPUT_TOKENS, "per_s": arguments.rate}
+    if arguments.chats:
+        lengths["turn_tokens"] = TURN_TOKENS
+        return draw_chats(arguments.seed, seconds=arguments.seconds, **lengths)
+    lengths["input_tokens"] = INPUT_TOKENS
+    return draw_trace(arguments.seed, seconds=arguments.seconds, **lengths)
+
+
 def summary(pairs: list[Pair]) -> dict[str, Any]:
     """Median errors over the splits, the ranking, and whether all bars are met."""
     errors = {
         f"{what}_p{percent}": median(pair.error(what, percent) for pair in pairs)
         for what, percent in FIGURES
     }
-    tau = kendall_tau(
-        [pair.measured.goodput(TARGETS) for pair in pairs],
-        [pair.simulated.goodput(TARGETS) for pair in pairs],
-    )
+    goodputs = [pair.goodputs(TARGETS) for pair in pairs]
+    tau = kendall_tau([found for found, _ in goodputs], [told for _, told in goodputs])
     are_near = all(errors[f"{what}_p{percent}"] <= LIMITS[percent] for what, percent in FIGURES)
     return {
         "median_errors": {name: round(error, 4) for name, error in errors.items()},
@@ -201,8 +214,9 @@ def sections(results: dict[str, Any]) -> list[str]:
         rows.append(row)
     errors = results["median_errors"]
     return [
-        f"{results['requests']} requests, {results['rate_per_s']:g} per second, on {NODES} mock "
-        "engines; measured / simulated (error). 0:8 is without splitting.",
+        f"{results['requests']} {results['kind']}, {results['rate_per_s']:g} per second, on {NODES}"
+        " mock engines; measured / simulated (error). Simulated is the median of "
+        f"{SIMULATIONS} simulations with {NOISE:.0%} noise; 0:8 is without splitting.",
         report.table(header, rows),
         "Median errors: "
         + ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
@@ -218,6 +232,9 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__.splitlines()[0], rounds=accuracy_vllm.ROUNDS)
     parser.add_argument("--vllm", action="store_true", help="two real engines; needs --model")
+    parser.add_argument(
+        "--chats", action="store_true", help="prompts repeat earlier ones, and engines keep them"
+    )
     parser.add_argument("--prefill", default="4,0,1,2,3,5,6", help="splits: nodes with that role")
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals per split")

@@ -63,11 +63,15 @@ class _LogLine(msgspec.Struct):
     prompt_tokens: Count | None
     output_tokens: Count | None
     output_limit_tokens: int | None
+    endpoint: str = ""
 
 
 class _Event(msgspec.Struct):
     event: str | None = None
 
+
+PROBE = "probe"
+"""The endpoint of requests that measured nodes: no client has sent them."""
 
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 _decode_log = msgspec.json.Decoder(_LogLine).decode
@@ -141,7 +145,7 @@ class AzureReader:
 
 def logged_request(line: bytes) -> TraceRequest | None:
     """The request of a line of a router's log, with its time of day; None for a line that is none,
-    and for a request of which neither the answer's length nor a limit for it is known.
+    for a probe, and for a request of which neither the answer's length nor a limit for it is known.
     """
     if not line.startswith(b"{"):
         return None
@@ -151,6 +155,8 @@ def logged_request(line: bytes) -> TraceRequest | None:
     if event != "request":
         return None
     found = _decode_log(line)
+    if found.endpoint == PROBE:
+        return None
     prompt = found.prompt_tokens
     if prompt is None:
         prompt = found.prompt_tokens_estimate

@@ -128,6 +128,7 @@ class Recording:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
+        failure = ""
         async with aiohttp.ClientSession(timeout=timeout) as session:
             try:
                 async with session.get(self._url(), headers=self._headers()) as response:
@@ -136,13 +137,15 @@ class Recording:
                         raise RecordingError(f"the router answers {response.status}: {text}")
                     await self._follow(response, seconds)
             except aiohttp.ClientError as error:
-                raise RecordingError(
-                    f"the router on {self._record.url} has ended the recording ({error}); "
-                    f"{self._told()}"
-                ) from error
+                failure = f"the router on {self._record.url} has ended the recording: {error}"
+        # Nobody will say how those end that still run
+        self._append(self._lines.give_up())
+        if failure:
+            raise RecordingError(f"{failure}; {self._told()}")
         click.echo(self._told())
 
     async def _follow(self, response: aiohttp.ClientResponse, seconds: float | None) -> None:
+        """Raises ``aiohttp.ClientError`` when the router ends it."""
         reading = asyncio.create_task(self._read(response.content))
         try:
             await self._wait(reading, self._stop, seconds)
@@ -158,23 +161,18 @@ class Recording:
                 ending.cancel()
             if reading.done():
                 await reading
-                raise RecordingError(f"the router has ended the recording; {self._told()}")
-        except OSError as error:
-            raise RecordingError(
-                f"{self._file.path} cannot be written: {error.strerror}; {self._told()}"
-            ) from error
+                raise aiohttp.ServerDisconnectedError("it was stopped")
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        self._file.append(self._lines.give_up())
 
     async def _read(self, stream: aiohttp.StreamReader) -> None:
-        """All lines that the router sends are taken. Raises ``OSError`` of the file."""
+        """All lines that the router sends are taken."""
         while line := await stream.readline():
             told = decode_line(line)
             if isinstance(told, Began):
                 click.echo(f"recording {self._record.name} to {self._file.path}; Ctrl-C ends it")
-            self._file.append(self._lines.take(told))
+            self._append(self._lines.take(told))
             if self._lines.is_closed and not self._lines.open_requests:
                 self._all_ended.set()
 
@@ -191,6 +189,14 @@ class Recording:
             (task, waiting, *others), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         waiting.cancel()
+
+    def _append(self, lines: bytes) -> None:
+        try:
+            self._file.append(lines)
+        except OSError as error:
+            raise RecordingError(
+                f"{self._file.path} cannot be written: {error.strerror}; {self._told()}"
+            ) from error
 
     def _close(self) -> None:
         self._lines.is_closed = True

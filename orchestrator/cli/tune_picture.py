@@ -113,10 +113,10 @@ def _curves(
     for name, values in lines.items():
         pairs = [p for p in zip(trials, values, strict=True) if p[0].split not in usual]
         if pairs and name in ("goodput", "p90"):
-            points = tuple((float(t.split.prefill), v) for t, v in pairs)
+            points = [(float(t.split.prefill), v) for t, v in pairs]
             tokens = max(t.split.threshold_tokens for t, _ in pairs)
             label = f"{name} from {tokens} tokens".strip()
-            found.append(charts.Curve(label, points, is_joined=False))
+            found.append(charts.Curve(label, tuple(points), is_joined=False))
     return tuple(found)
 
 

@@ -102,7 +102,7 @@ def choose_decode(
     missing: Missing = "decode_node"
     shut: list[Node] = []
     for node in nodes:
-        if node.description.incarnation in tried:
+        if tried and node.description.incarnation in tried:
             continue
         breaker = node.decode_breaker
         standing = GOOD if breaker.is_clean else breaker.standing(now)
@@ -110,14 +110,14 @@ def choose_decode(
             shut.append(node)
             continue
         missing = "decode_blocks"
-        if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
-            continue
         key: tuple[int, ...] = (standing, node.decode_legs, node.chosen_at)
         if hits:
             hit = hits.get(node.description.incarnation, NO_HIT)
             promised = node.committed_blocks * node.description.block_tokens
             key = (standing, promised - hit.tokens, -hit.own_tokens, *key[1:])
-        if best_key is None or key < best_key:
+        if best_key is not None and key >= best_key:
+            continue
+        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
             best, best_key = node, key
     if missing == "decode_node" and shut:
         missing = "decode_blocks"
@@ -158,12 +158,12 @@ def choose_prefill(
         has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
         if not (has_slot or fits_in_a_step):
             continue
-        if node.free_blocks < node.blocks_for(tokens) and not is_idle(node):
-            continue
         key: tuple[int, ...] = (standing, node.prefill_legs, node.chosen_at)
         if hits:
             key = (standing, uncached, -hit.own_tokens, *key[1:])
-        if best_key is None or key < best_key:
+        if best_key is not None and key >= best_key:
+            continue
+        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
             best, best_key = node, key
     if missing == "prefill_node" and shut:
         best = _to_try_anyway(shut, "prefill", tokens, now)

@@ -30,6 +30,7 @@ from splitserve.orchestrator.router.core_driver import CoreDriver
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.http_server import HttpServer
 from splitserve.orchestrator.router.metrics import RouterMetrics
+from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
 from splitserve.orchestrator.router.tenants import Tenants
@@ -118,7 +119,7 @@ async def start(
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
         log.add(timeline, tally)
-        if recordings.are_on:
+        if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if autotune is not None:
             autotune.ended(timeline, tally)

@@ -385,8 +385,10 @@ class NodeModel:
             if job.computed < job.prompt or job.is_over:
                 continue
             self.prompts.remove(job)
+            assert job.holding is not None
             if job.kind is Kind.PREFILL:
                 job.is_over = True
+                self.pool.tell(job.holding)
                 facts.append(Fact(What.PROMPT, job, last_s, tokens))
                 continue
             facts.append(Fact(What.FIRST, job))
@@ -394,6 +396,7 @@ class NodeModel:
                 self._join(job, job.prompt + 1, self.steps + job.output - 1)
             else:
                 job.is_over = True
+                self.pool.tell(job.holding)
                 self.release(job, 0.0)
                 facts.append(Fact(What.ENDED, job))
         self._chunks = []
@@ -403,6 +406,7 @@ class NodeModel:
         self.context -= context
         job.is_over = True
         assert job.holding is not None
+        self.pool.tell(job.holding)
         self.pool.release(job.holding)
         job.holding = None
 

@@ -65,9 +65,14 @@ class BlockPool:
         """Trace blocks that nobody holds, with their place in their prompt; the one let go longest
         ago first.
         """
+        self._told: set[int] = set()
+        """Trace blocks that were in ``added`` and not in ``evicted`` after that."""
         self.added: list[tuple[int, int]] = []
-        """(trace block, place) that came since somebody last emptied this list."""
+        """(trace block, place) of which ``tell`` was the first to speak since somebody last emptied
+        this list.
+        """
         self.evicted: list[tuple[int, int]] = []
+        """The same of those that are gone."""
 
     @property
     def free_blocks(self) -> int:
@@ -113,7 +118,7 @@ class BlockPool:
     def register(self, holding: Holding) -> None:
         """The prompt's blocks have been computed or have come: others may share them."""
         prompt, size, first = holding.prompt, self._size, holding.shared
-        holders, kept, added = self._holders, self._kept, self.added
+        holders, kept = self._holders, self._kept
         end = min(len(prompt), first + holding.own // size)
         for place in range(first, end):
             block = prompt[place]
@@ -121,9 +126,17 @@ class BlockPool:
                 end = place  # Somebody computed the same meanwhile: what follows stays our own
                 break
             holders[block] = 1
-            added.append((block, place))
         holding.own -= size * (end - first)
         holding.shared = end
+
+    def tell(self, holding: Holding) -> None:
+        """The engine is done with the request: it says what it has of its prompt."""
+        prompt, told = holding.prompt, self._told
+        for place in range(holding.shared):
+            block = prompt[place]
+            if block not in told:
+                told.add(block)
+                self.added.append((block, place))
 
     def release(self, holding: Holding) -> None:
         """The request lets go of all that it holds. Not to be called twice."""
@@ -153,7 +166,10 @@ class BlockPool:
         kept = self._kept
         most = (self.total_blocks - self.used_blocks) // self._size
         while len(kept) > most:
-            self.evicted.append(kept.popitem(last=False))
+            block, place = kept.popitem(last=False)
+            if block in self._told:
+                self._told.remove(block)
+                self.evicted.append((block, place))
 
 
 class Marks:

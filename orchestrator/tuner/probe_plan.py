@@ -73,6 +73,30 @@ class TransferProbe:
         return self.tokens
 
 
+Probe = PrefillProbe | DecodeProbe | TransferProbe
+
+
+def within(probe: Probe, limit_tokens: float, block_tokens: int) -> Probe | None:
+    """The probe, or one like it of which an engine computes at most so many prompt tokens; None
+    when there is none.
+    """
+    if probe.computed_tokens <= limit_tokens:
+        return probe
+    limit = int(limit_tokens)
+    if isinstance(probe, DecodeProbe):
+        context = limit // probe.streams
+        return DecodeProbe(probe.streams, context) if context else None
+    if isinstance(probe, TransferProbe):
+        blocks = (limit - 1) // block_tokens
+        return TransferProbe(blocks * block_tokens + 1) if blocks > 0 else None
+    if probe.prompts > 1:
+        return None
+    if not probe.cached:
+        return PrefillProbe(limit) if limit else None
+    cached = (limit - probe.new) // block_tokens * block_tokens
+    return PrefillProbe(probe.new, cached) if cached > 0 else None
+
+
 @dataclass(frozen=True)
 class Plan:
     """One round of probes, each kind in the order of its size."""

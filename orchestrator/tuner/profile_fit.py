@@ -138,10 +138,12 @@ def _transfer(
     tries = [
         _search(rows[draws.choices(range(len(rows)), k=len(rows))])[:2] for _ in range(RESAMPLES)
     ]
+    # What the rest of the profile is wrong by is wrong in the latency too
+    off_s = error * float(np.median(rows[:, 0]) + latency)
     return TransferTime(
         prefill_node,
         decode_node,
-        _band(latency, [each[0] for each in tries]),
+        _band(latency, [each[0] for each in tries], off_s),
         _band(1 / byte_s, [1 / each[1] for each in tries]),
         error,
     )
@@ -163,15 +165,17 @@ def _search(rows: Floats) -> tuple[float, float, float]:
         losses = off.sum(axis=1)
         best = int(np.flatnonzero(losses <= losses.min() * (1 + 1e-6) + 1e-9)[-1])
         result = float(latencies[best]), float(candidates[best])
-        error = float(np.median(off[best] / np.maximum(seen, 1e-9)))
+        error = float(np.median(off[best] / (through[best] + latencies[best])))
         low, high = candidates[max(0, best - 1)], candidates[min(best + 1, STEPS - 1)]
         candidates = np.geomspace(low, high, STEPS)
     return *result, error
 
 
-def _band(value: float, tries: Sequence[float]) -> Estimate:
+def _band(value: float, tries: Sequence[float], least: float = 0.0) -> Estimate:
+    """The middle 95 % of ``tries``, and at least ``least`` to each side of the value."""
     low, high = np.percentile(tries, (2.5, 97.5))
-    return Estimate(value, min(value, float(low)), max(value, float(high)))
+    low, high = min(float(low), value - least), max(float(high), value + least)
+    return Estimate(value, max(0.0, low), high)
 
 
 def _medians(pairs: Iterable[tuple[tuple[float, ...], float]]) -> tuple[Floats, Floats]:

@@ -379,6 +379,8 @@ class Simulation:
         request = self._requests.pop(order.timeline.request_id)
         request.ended_s = self.now
         request.has_failed = order.timeline.outcome != "ok"
+        if not request.has_failed:
+            request.prefill_job = request.decode_job = None
         self.ended.append(
             EndedRequest(
                 request.at_s,

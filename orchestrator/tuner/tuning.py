@@ -43,7 +43,7 @@ WINDOW_REQUESTS = 2_500
 SIMULATED_NODES = 64
 """Of a larger cluster a part is simulated."""
 MIX_S = 300.0
-"""Of a mix's arrivals that are simulated, if that is enough requests."""
+"""Of a mix's arrivals that are simulated, unless these are fewer requests than the next line."""
 MIX_REQUESTS = 1_000
 REDRAWS = 2
 """Of a mix, as conditions of the finalists."""
@@ -67,6 +67,8 @@ class Wish:
     searches_threshold: bool = True
     block_tokens: int = 512
     """Of the trace's blocks."""
+    mix_s: float = MIX_S
+    """Seconds of a mix's arrivals that are simulated."""
     seed: int = 0
 
 
@@ -206,7 +208,7 @@ def _workloads(
     limit = FIRST_PASS_REQUESTS // ratios
     if isinstance(source, workload.Mix):
         mix = replace(source, rate_per_s=source.rate_per_s / scale.factor)
-        count = min(max(round(mix.rate_per_s * MIX_S), MIX_REQUESTS), limit)
+        count = min(max(round(mix.rate_per_s * wish.mix_s), MIX_REQUESTS), limit)
         longest = profile.limits.max_model_len
         draws = [
             workload.drawn_requests(mix, size, wish.seed + number, longest)

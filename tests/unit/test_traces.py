@@ -148,13 +148,15 @@ LOG_LINE = "2026-01-02 03:04:05,678 INFO splitserve.orchestrator.router.app: lis
 
 def test_a_routers_log_is_a_trace(tmp_path: Path) -> None:
     """Its requests in the order of arrival, whatever else it says; an answer that never came has
-    the length that was allowed, and without a limit the request is left out.
+    the length that was allowed, and without a limit the request is left out. So are probes.
     """
     earlier = {**LOGGED, "received_unix_s": 1_700_000_001, "prompt_tokens": None}
     refused = {**LOGGED, "output_tokens": None, "output_limit_tokens": 64}
     unknown = {**LOGGED, "output_tokens": None}
     other = {"event": "other"}
-    path = write(tmp_path, LOG_LINE, other, LOGGED, "a trace back", earlier, refused, unknown)
+    probe = {**LOGGED, "endpoint": "probe"}
+    lines = (LOG_LINE, other, LOGGED, probe, "a trace back", earlier, refused, unknown)
+    path = write(tmp_path, *lines)
     assert list(read_trace(path, 512)) == [
         TraceRequest(0.0, 40, 7, ()),
         TraceRequest(1.5, 33, 7, ()),

@@ -108,7 +108,7 @@ def test_an_error_is_relative_to_what_was_measured(benchmark: Any) -> None:
         outcome(np.arange(3.0), np.full(3, ttft), np.full(3, 0.1), np.arange(3.0) + 9)
         for ttft in (2.0, 2.5)
     )
-    pair = accuracy.Pair(1, 7, measured, simulated)
+    pair = accuracy.Pair(1, 7, measured, [measured, simulated, simulated])
     assert pair.error("ttft", 50) == pytest.approx(0.25)
     assert pair.error("itl", 90) == 0
     assert accuracy.spread([1.0, 1.1, 1.2]) == pytest.approx(0.1 / 1.1)

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from splitserve.orchestrator.tuner.probe_plan import (
     POOL_SHARE,
     STREAM_TOKENS,
+    DecodeProbe,
     PrefillProbe,
+    TransferProbe,
     plan_probes,
+    within,
 )
 from splitserve.orchestrator.tuner.profile import EngineLimits
 
@@ -85,3 +88,23 @@ def test_nothing_is_too_large(
     for transfer in plan.transfer:
         assert 0 < transfer.tokens < length
         assert transfer.tokens <= capacity
+
+
+def test_probes_are_cut_to_a_limit() -> None:
+    """Of each kind the part that can be shorter is; several prompts together are left out."""
+    assert within(PrefillProbe(100), 100, 16) == PrefillProbe(100)
+    assert within(PrefillProbe(100), 60.7, 16) == PrefillProbe(60)
+    assert within(PrefillProbe(32, cached=480), 300, 16) == PrefillProbe(32, cached=256)
+    assert within(PrefillProbe(32, cached=480), 40, 16) is None
+    assert within(PrefillProbe(100, prompts=2), 150, 16) is None
+    assert within(DecodeProbe(4, 100), 300, 16) == DecodeProbe(4, 75)
+    assert within(DecodeProbe(4, 100), 3, 16) is None
+    assert within(TransferProbe(161), 100, 16) == TransferProbe(97)
+    assert within(TransferProbe(161), 16, 16) is None
+
+
+@given(st.sampled_from(plan_probes(LIMITS, has_prefix_cache=True).prefill), st.integers(0, 5000))
+def test_nothing_is_above_the_limit(probe: PrefillProbe, limit: int) -> None:
+    """Cut or as it was."""
+    found = within(probe, limit, 16)
+    assert found is None or found.computed_tokens <= limit

@@ -196,3 +196,17 @@ def test_too_few_times() -> None:
         fit_decode(decodes(rounds=1)[:2])
     with pytest.raises(FitError, match="nothing was observed"):
         fit_prefill([], DECODE, LIMITS)
+
+
+def test_what_does_not_fit_widens_the_latency() -> None:
+    """Transfers that seem to be over before the prompt is computed have a latency of zero, but not
+    without doubt.
+    """
+    samples = [
+        TransferSample(s.prefill_node, s.decode_node, s.tokens, s.cached, s.seconds * 0.8)
+        for s in transfers(TransferTime("", "", exactly(0.0), exactly(1e12)))
+    ]
+    (found,) = links(samples)
+    assert found.latency_s.value == 0
+    assert found.latency_s.high > 0.002
+    assert found.error > 0.1
