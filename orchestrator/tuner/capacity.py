@@ -113,16 +113,14 @@ class ClosedForm:
         base = times.base_s.value
         batch = np.maximum(new, min(assumed.batch_tokens, step))
         split = new >= assumed.split_from_tokens
-        own_s = work + base * chunks
-        """Of each prompt, in steps of its own."""
-        shared_s = work + base * np.where(new < step, new / batch, chunks)
-        """Of each prompt on a busy node."""
+        own_s = work + base * chunks  # Of each prompt, in steps of its own
+        shared_s = work + base * np.where(new < step, new / batch, chunks)  # On a busy node
         self._split_share = float(split.mean())
         self._prompt_s, self._prompt_spread = _moments(shared_s[split])
         self._own_prompt_s = float(np.where(split, 0.0, shared_s).mean())
         """Of a mean request, on decode nodes."""
+        # From each request's arrival to its prompt being there, without any waiting
         ready_s = profile.request_s + own_s + np.where(split, self._landing(new, own_s), 0.0)
-        """From each request's arrival to its prompt being there, without any waiting."""
         self._split_ready_s = ready_s[split]
         self._alone_ready_s = ready_s[~split]
         self._typical_ready_s = float(np.median(ready_s))
@@ -188,10 +186,9 @@ class ClosedForm:
     def _decode(self, rate: float, passed: float, nodes: int) -> _Streams:
         base = self._profile.decode.base_s.value
         token_s, most = self._token_s, self._streams_limit
+        # The part of the time that own prompts leave, and the tokens per second asked in it
         left = max(0.05, 1 - rate * self._own_prompt_s / nodes)
-        """Part of the time that own prompts leave."""
         asked = rate * passed * self._tokens / nodes / left
-        """Tokens per second and node, as if there were only answers."""
         capacity = most / (base + most * token_s)
         use = asked / capacity
         limit = self._assumed.targets.itl_s
