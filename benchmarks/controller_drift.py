@@ -64,7 +64,7 @@ MODEL = "m-large"
 NODES = 8
 WINDOWS = 6
 WINDOW_S = 1200.0
-ROUNDS = 9
+ROUNDS = 12
 PARTS = 2
 """Of a window, for each of which the clairvoyant has a split of its own."""
 FIRSTS = (0, 4, 16, 37, 48, 2, 17)
@@ -334,12 +334,22 @@ def sections(results: dict[str, Any], rounds: Sequence[Round]) -> list[str]:
         "counts",
     ]
     bars = [[bar, "yes" if met else "NO"] for bar, met in results["bars"].items()]
+    ratios = [
+        [name, *(f"{results[key][value]:.3f}" for value in ("median", "low", "high"))]
+        for name, key in (
+            ("controller / clairvoyant", "controller_of_clairvoyant"),
+            ("controller / best fixed", "controller_of_best_fixed"),
+            ("best fixed / clairvoyant", "best_fixed_of_clairvoyant"),
+        )
+    ]
     return [
         f"{NODES} nodes; drifts of {WINDOWS} windows, each in {WINDOW_S:g} s; the work is "
         f"{DEMAND:g} of what the nodes can do; steps with a noise of {NOISE:g}, and up to "
         f"{PERTURBATION:g} off the profile; first token within {TARGETS.ttft_s:g} s, tokens within "
         f"{TARGETS.itl_s:g} s.",
         report.table(header, lines),
+        f"Over the {results['rounds_that_count']} rounds that count:",
+        report.table(["ratio", "median", "lowest", "highest"], ratios),
         report.table(["bar", "met"], bars),
     ]
 

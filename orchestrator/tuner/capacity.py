@@ -112,21 +112,25 @@ class ClosedForm:
         work = times.token_s.value * new + times.attention_s.value * attended
         base = times.base_s.value
         batch = np.maximum(new, min(assumed.batch_tokens, step))
-        self._split = new >= assumed.split_from_tokens
-        self._split_share = float(self._split.mean())
-        self._alone_s = work + base * chunks
-        """Of each prompt, in steps of its own."""
-        self._shared_s = work + base * np.where(new < step, new / batch, chunks)
-        """Of each prompt on a busy node."""
-        self._answers = answers
+        split = new >= assumed.split_from_tokens
+        own_s = work + base * chunks  # Of each prompt, in steps of its own
+        shared_s = work + base * np.where(new < step, new / batch, chunks)  # On a busy node
+        self._split_share = float(split.mean())
+        self._prompt_s, self._prompt_spread = _moments(shared_s[split])
+        self._own_prompt_s = float(np.where(split, 0.0, shared_s).mean())
+        """Of a mean request, on decode nodes."""
+        # From each request's arrival to its prompt being there, without any waiting
+        ready_s = profile.request_s + own_s + np.where(split, self._landing(new, own_s), 0.0)
+        self._split_ready_s = ready_s[split]
+        self._alone_ready_s = ready_s[~split]
+        self._typical_ready_s = float(np.median(ready_s))
         self._tokens = float(answers.mean())
         context = new + cached + answers / 2
         self._token_s = profile.decode.sequence_s.value + profile.decode.context_s.value * float(
             (answers * context).sum() / answers.sum()
         )
         """By which one stream makes a step longer."""
-        self._streams_limit = self._most_streams(new + cached + answers)
-        self._landing_s = self._landing(new)
+        self._streams_limit = self._most_streams(new + cached + answers, answers)
 
     def expected(self, rate: float, prefill: int, decode: int, waiting: float = 0.0) -> Expected:
         """What ``prefill`` and ``decode`` nodes, at least one each, make of ``rate`` requests per
@@ -147,36 +151,33 @@ class ClosedForm:
     # Prefill nodes
 
     def _prompts(self, rate: float, nodes: int) -> _Wait:
-        seconds = self._shared_s[self._split]
-        if not len(seconds):
-            return _Wait(0.0, 0.0, 0.0, 0.0)
-        mean = float(seconds.mean())
-        spread = float(seconds.var()) / mean**2 if mean else 0.0
-        use = rate * self._split_share * mean / nodes
+        mean_s = self._prompt_s
+        use = rate * self._split_share * mean_s / nodes
         steady = min(use, FULL)
         any_share = steady ** (math.sqrt(2 * (nodes + 1)) - 1)
-        mean_wait_s = mean * (1 + spread) / 2 / (nodes * (1 - steady))
-        return _Wait(use, any_share, mean_wait_s, mean * self._split_share / nodes)
+        mean_wait_s = mean_s * (1 + self._prompt_spread) / 2 / (nodes * (1 - steady))
+        return _Wait(use, any_share, mean_wait_s, mean_s * self._split_share / nodes)
 
     def _first_tokens(self, prompts: _Wait, streams: _Streams) -> float:
         """Share of first tokens within the target when no queue grows."""
         limit = self._assumed.targets.ttft_s
         if limit is None:
             return 1.0
-        fixed = self._profile.request_s + WAITING_STEPS * streams.step_s
-        slack = limit - fixed - self._alone_s - np.where(self._split, self._landing_s, 0.0)
-        late = np.zeros(len(slack))
+        left_s = limit - WAITING_STEPS * streams.step_s
+        good = float((self._alone_ready_s <= left_s).sum())
+        slack = left_s - self._split_ready_s
+        slack = slack[slack >= 0]
+        good += len(slack)
         if prompts.mean_s > 0:
-            late = prompts.any_share * np.exp(-np.maximum(slack, 0.0) / prompts.mean_s)
-        good = np.where(slack < 0, 0.0, 1.0 - np.where(self._split, late, 0.0))
-        return float(good.mean())
+            good -= prompts.any_share * float(np.exp(-slack / prompts.mean_s).sum())
+        return good / (len(self._alone_ready_s) + len(self._split_ready_s))
 
-    def _landing(self, new: Floats) -> Floats:
+    def _landing(self, new: Floats, own_s: Floats) -> Floats:
         """From the end of each prompt's last step to all of its KV being there."""
         transfer, profile = self._profile.transfer(), self._profile
         per_token_s = profile.kv_bytes_per_token / max(transfer.bytes_per_s.value, 1e-9)
         last = np.minimum(new, profile.limits.step_tokens) * per_token_s
-        rest = np.maximum(last, new * per_token_s - self._alone_s)
+        rest = np.maximum(last, new * per_token_s - own_s)
         landing: Floats = transfer.latency_s.value + np.maximum(0.0, rest)
         return landing
 
@@ -185,11 +186,9 @@ class ClosedForm:
     def _decode(self, rate: float, passed: float, nodes: int) -> _Streams:
         base = self._profile.decode.base_s.value
         token_s, most = self._token_s, self._streams_limit
-        prompts_s = float(np.where(self._split, 0.0, self._shared_s).mean())
-        left = max(0.05, 1 - rate * prompts_s / nodes)
-        """Part of the time that own prompts leave."""
+        # The part of the time that own prompts leave, and the tokens per second asked in it
+        left = max(0.05, 1 - rate * self._own_prompt_s / nodes)
         asked = rate * passed * self._tokens / nodes / left
-        """Tokens per second and node, as if there were only answers."""
         capacity = most / (base + most * token_s)
         use = asked / capacity
         limit = self._assumed.targets.itl_s
@@ -216,10 +215,10 @@ class ClosedForm:
             return float(step_s <= limit_s)
         return 0.5 * math.erfc((step_s - limit_s) / spread / math.sqrt(2))
 
-    def _most_streams(self, lengths: Floats) -> float:
+    def _most_streams(self, lengths: Floats, answers: Floats) -> float:
         """That a node has blocks and sequences for."""
         limits = self._profile.limits
-        weights = self._answers / self._answers.sum()
+        weights = answers / answers.sum()
         blocks = float((np.ceil(lengths / limits.block_tokens) * weights).sum())
         return max(1.0, min(limits.sequences, limits.total_blocks / max(1.0, blocks)))
 
@@ -230,8 +229,7 @@ class ClosedForm:
         limit = self._assumed.targets.ttft_s
         if limit is None:
             return 60.0
-        typical = float(np.median(self._alone_s + self._landing_s))
-        return max(0.0, limit - self._profile.request_s - WAITING_STEPS * streams.step_s - typical)
+        return max(0.0, limit - WAITING_STEPS * streams.step_s - self._typical_ready_s)
 
     def _in_time(self, use: float, queue_s: float, slack_s: float) -> float:
         """Part of the horizon in which the queue, now ``queue_s`` long, makes nobody late."""
@@ -241,3 +239,9 @@ class ClosedForm:
             return min(1.0, until_late / horizon)
         late_for = max(0.0, queue_s - slack_s) / max(1e-9, 1 - use)
         return max(0.0, 1 - late_for / horizon)
+
+
+def _moments(values: Floats) -> tuple[float, float]:
+    """(mean, variance in squares of the mean); zeros for no values."""
+    mean = float(values.mean()) if len(values) else 0.0
+    return mean, float(values.var()) / mean**2 if mean else 0.0

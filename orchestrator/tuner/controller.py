@@ -38,8 +38,8 @@ RATES = ((0.7, 0.15), (0.85, 0.2), (1.0, 0.3), (1.15, 0.2), (1.3, 0.15))
 """(part of the forecast rate, weight): a split must do for more than the forecast itself."""
 HOPELESS = 0.3
 """When no split serves this share in time, the one that carries most is the best."""
-SPLITS_LIMIT = 64
-"""About so many splits are computed for a decision; of many nodes not every one is."""
+SPLITS_AT_A_TIME = 12
+"""Of many nodes about so many splits are computed first, and then again so many near the best."""
 LATEST_LIMIT_REQUESTS = 20_000
 """Whose being in time is remembered."""
 MISSED_WINDOWS = 2
@@ -177,20 +177,26 @@ class Controller:
     def _plans(self, forecast: Forecast, prefill: int, decode: int, waiting: int) -> list[Plan]:
         """Splits of so many nodes, the present one and its neighbours among them."""
         form = ClosedForm(self._paces.profile, self._assumed, forecast.sample)
-        nodes = prefill + decode
-        step = max(1, nodes // SPLITS_LIMIT)
-        choices = {*range(step, nodes, step), prefill - 1, prefill, prefill + 1} - {0, nodes}
+        nodes, rate = prefill + decode, forecast.rate_per_s
 
         def plan(count: int) -> Plan:
             split = (count, nodes - count)
-            rate = forecast.rate_per_s
             score = sum(
                 weight * form.expected(rate * part, *split, waiting).good_share
                 for part, weight in RATES
             )
             return Plan(*split, score, form.expected(rate, *split, waiting))
 
-        return [plan(count) for count in sorted(choices)]
+        near = {prefill - 1, prefill, prefill + 1} - {0, nodes}
+        plans = {count: plan(count) for count in near}
+        low, high, step = 1, nodes - 1, nodes
+        while step > 1:
+            step = max(1, (high - low) // SPLITS_AT_A_TIME)
+            missing = set(range(low, high + 1, step)) - plans.keys()
+            plans |= {count: plan(count) for count in missing}
+            best = max(plans.values(), key=lambda found: (found.score, found.carried)).prefill
+            low, high = max(1, best - step), min(nodes - 1, best + step)
+        return list(plans.values())
 
     def _weighed(
         self,
