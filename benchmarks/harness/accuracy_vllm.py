@@ -143,7 +143,7 @@ async def run_profile(product: Product, path: str) -> None:
     """``splitserve profile`` has measured the cluster. Raises ``RuntimeError``."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "splitserve.orchestrator.cli.main", "profile", product.name),
-        *("--out", path, "--minutes", str(PROFILE_MINUTES)),
+        *("--out", path, "--minutes", str(PROFILE_MINUTES), "--longest-ms", "1500"),
     )
     async with asyncio.timeout(PROFILE_DEADLINE_S):
         if await process.wait():

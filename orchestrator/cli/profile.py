@@ -15,8 +15,7 @@ from rich.table import Table
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED
 from splitserve.orchestrator.cli.probe_client import ProbeClient
-from splitserve.orchestrator.cli.running_nodes import RunningNodes
-from splitserve.orchestrator.config import load
+from splitserve.orchestrator.cli.running_nodes import RunningNodes, name_of
 from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.tuner.live_watch import LiveWatch
 from splitserve.orchestrator.tuner.measured_profile import (
@@ -81,7 +80,7 @@ def profile(
     Probes are sent to nodes that nobody else uses at the moment, and to no others: clients come
     first. Ctrl-C ends all of them.
     """
-    running = RunningNodes(_name_of(cluster))
+    running = RunningNodes(name_of(cluster))
     targets = Targets(
         None if ttft_ms is None else ttft_ms / 1000, None if itl_ms is None else itl_ms / 1000
     )
@@ -153,13 +152,6 @@ class _Run:
             measured = await prober.run()
         progress("fitting", 1.0)
         return build_profile(measured, nodes, names, now_unix_s=time.time()), measured
-
-
-def _name_of(cluster: str | None) -> str | None:
-    """The name of the cluster that was named, if need be by its YAML."""
-    if cluster is not None and cluster.endswith((".yaml", ".yml")):
-        return load(cluster).name
-    return cluster
 
 
 def _plain_ids(vocabulary: int) -> range:

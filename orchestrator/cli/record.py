@@ -12,6 +12,7 @@ import aiohttp
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
+from splitserve.orchestrator.cli.running_nodes import name_of
 from splitserve.orchestrator.cli.up import chosen_cluster, not_running
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.trace_recording import Began, TraceLines, decode_line
@@ -52,7 +53,8 @@ class RecordingError(click.ClickException):
     help="Tokens of the blocks by which shared beginnings are told.",
 )
 def record(cluster: str | None, path: Path, minutes: float | None, block_tokens: int) -> None:
-    """Write what arrives at the router of CLUSTER (default: the only one that runs) as a trace.
+    """Write what arrives at the router of CLUSTER (a name, or the YAML it was started from;
+    default: the only one that runs) as a trace.
 
     One JSON line per request (Mooncake's form): when it came, how long prompt and answer were, and
     numbers that say which prompts begin alike. No text, no key and no hash of either. `splitserve
@@ -60,7 +62,7 @@ def record(cluster: str | None, path: Path, minutes: float | None, block_tokens:
 
     At the end, requests that still run are waited for; Ctrl-C once more leaves them out.
     """
-    files = chosen_cluster(cluster)
+    files = chosen_cluster(name_of(cluster))
     found = files.record()
     if found is None or not files.is_running():
         raise click.exceptions.Exit(not_running(files.name))

@@ -12,7 +12,7 @@ from splitserve.orchestrator.agent.status_file import read_status
 from splitserve.orchestrator.cli.errors import RefusedError
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.cli.up import chosen_cluster, not_running
-from splitserve.orchestrator.config import load_resolved
+from splitserve.orchestrator.config import load, load_resolved
 from splitserve.orchestrator.launch.base import StartError
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ Answer = TypeVar("Answer")
 POLL_S = 0.25
 MARGIN_S = 60.0
 """How long a router that restarts is waited for, and what is added to other limits."""
+
+
+def name_of(cluster: str | None) -> str | None:
+    """The name of the cluster that was named, if need be by its YAML."""
+    if cluster is not None and cluster.endswith((".yaml", ".yml")):
+        return load(cluster).name
+    return cluster
 
 
 class RunningNodes:

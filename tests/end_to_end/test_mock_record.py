@@ -145,9 +145,12 @@ async def test_what_clients_send_becomes_a_trace(
 async def test_a_recording_ends_with_its_time_or_with_its_patience(
     cluster: Cluster, tmp_path: Path, started: Started
 ) -> None:
-    """After --minutes; a second Ctrl-C leaves out what still runs. The file is always a trace."""
+    """After --minutes, of a cluster named by its YAML; a second Ctrl-C leaves out what still runs.
+    The file is always a trace.
+    """
     engine = await cluster.engine("decode-0")
-    first = started(Recorder(cluster, tmp_path / "one.jsonl", "--minutes", "0.01"))
+    yaml = str(cluster.up.output_path.with_name("cluster.yaml"))
+    first = started(Recorder(cluster, tmp_path / "one.jsonl", yaml, "--minutes", "0.01"))
     await first.until("recording mock-record")
     assert await first.ended() == 0
     assert "0 requests are in" in first.said
