@@ -18,12 +18,12 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import time
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
 from splitserve.orchestrator.agent.life import Life
@@ -35,7 +35,6 @@ from splitserve.orchestrator.agent.messages import (
     EndEngine,
     EngineDied,
     LoadingProgress,
-    NodeDescription,
     NodeState,
     RefuseNode,
     SetRole,
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
+    from splitserve.kv_transfer.engine_endpoint import EngineStatus
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
 
 _log = logging.getLogger(__name__)
@@ -264,7 +263,8 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
-        self._link.hello(AgentHello(description=self._describe(life, description), role=self.role))
+        described = describe(self._config, self.node, life, description, self._flip_obstacle)
+        self._link.hello(AgentHello(description=described, role=self.role))
         self._set_phase("ready")
         prefixes = (
             self._report_prefixes(life, life.endpoint) if description.reports_prefixes else None
@@ -316,33 +316,6 @@ class Agent:
                 life.is_dismissed = True
                 return ""
             await asyncio.sleep(STATE_INTERVAL_S)
-
-    def _describe(self, life: Life, description: EngineDescription) -> NodeDescription:
-        return NodeDescription(
-            node=self.node.name,
-            pool=self.node.pool,
-            incarnation=life.incarnation,
-            engine_url=self.node.advertised_url,
-            engine_api_key=life.api_key,
-            control_addresses=tuple(description.control_addresses),
-            model=self._config.model.name,
-            max_model_len=description.max_model_len,
-            block_tokens=description.block_tokens,
-            total_blocks=description.total_blocks,
-            tensor_parallel=description.tensor_parallel,
-            transport=description.transport,
-            fingerprint=dict(description.fingerprint),
-            host=socket.gethostname(),
-            reports_prefixes=description.reports_prefixes,
-            uses_cache=description.uses_cache,
-            step_limit_tokens=description.step_limit_tokens,
-            running_limit_requests=description.running_limit_requests,
-            kv_bytes_per_token=description.kv_bytes_per_token,
-            vocabulary_tokens=description.vocabulary_tokens,
-            engine=description.engine,
-            hardware=description.hardware,
-            flip_obstacle=self._flip_obstacle,
-        )
 
     def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
         """Nothing of this life is left: say so."""
