@@ -3,7 +3,9 @@
 A finalist's *score* is its share of good requests: the mean of the whole workload with the measured
 profile, and of the other conditions together. The best score does not always win: the current
 split is kept, and else not disaggregating is preferred, when the best gains so little over it that
-it lies within what is not known. A change costs work, and two pools are more to run than one.
+it lies within what is not known: over all, or with the profile as it was measured, which chances
+of much more and much less do not outweigh. A change costs work, and two pools are more to run than
+one.
 
 An interval holds nine in ten of the gains that are found when the workload's parts are drawn again
 (with repetition, the same parts for both splits) under every condition.
@@ -167,7 +169,9 @@ def _chosen(
         if split is None:
             continue
         gain = gain_of(finalists, top, split, seed)
-        if gain.expected <= SAME or (gain.expected <= UNSURE and gain.low <= SAME):
+        as_measured = _ratio(finalists[top][0].share_good, finalists[split][0].share_good)
+        least = min(gain.expected, as_measured)
+        if gain.expected <= SAME or (least <= UNSURE and gain.low <= SAME):
             return split, (
                 f"{merit}, and what {top} would change lies within what is not known: good "
                 f"requests {percent(gain.expected)} ({interval(gain)})"

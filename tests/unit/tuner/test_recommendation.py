@@ -71,6 +71,21 @@ def test_aggregated_is_preferred_to_a_tie() -> None:
     assert "simpler" in advice.because
 
 
+def test_a_gamble_is_not_advised() -> None:
+    """A split that gains nothing as measured, and much or a loss as the profile errs, is none."""
+    found = Findings(
+        (trial(AGGREGATED, 0.2), trial(ONE, 0.2)),
+        (),
+        {
+            AGGREGATED: (trial(AGGREGATED, 0.2), trial(AGGREGATED, 0.2), trial(AGGREGATED, 0.2)),
+            ONE: (trial(ONE, 0.205), trial(ONE, 0.8), trial(ONE, 0.05)),
+        },
+    )
+    advice = recommend(found, None)
+    assert advice.split == AGGREGATED
+    assert "not known" in advice.because
+
+
 def test_aggregated_that_wins_is_said() -> None:
     """Also when something else runs already; with what it gains over the best split."""
     found = findings(trial(AGGREGATED, 0.86), trial(ONE, 0.8), trial(TWO, 0.7))
