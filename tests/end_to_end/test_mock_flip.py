@@ -89,13 +89,17 @@ async def test_nodes_that_all_have_the_other_role(cluster: Cluster) -> None:
     """
     for node, role in FLIPS[:4]:
         await _flip(cluster, node, role)
-    before = await _nodes(cluster)
+    await _all_idle(cluster)
+    before = await _counters(cluster)
     for number in range(8):
         prompt = prompt_of(100 + number, start=200_000 + number)
         assert await cluster.text(prompt) == alone(prompt)
     await _all_idle(cluster)
-    sent = {name: await _counted(cluster, name, "sent_pages", before) for name in NODES}
-    received = {name: await _counted(cluster, name, "received_pages", before) for name in NODES}
+    after = await _counters(cluster)
+    sent, received = (
+        {name: after[name].get(key, 0) - before[name].get(key, 0) for name in NODES}
+        for key in ("sent_pages", "received_pages")
+    )
     assert sent["prefill-0"] == sent["prefill-1"] == 0
     assert received["decode-0"] == received["decode-1"] == 0
     assert sent["decode-0"] > 0
@@ -223,11 +227,9 @@ async def _until_known_to_agent(cluster: Cluster, node: str, role: str) -> None:
     await _until(lambda: cluster.up.node(node)["role"] == role, "the agent to hear of its role")
 
 
-async def _counted(cluster: Cluster, node: str, counter: str, before: dict[str, Any]) -> float:
-    """By how much an engine's counter has grown."""
-    engine = await cluster.engine(node)
-    now: float = (await engine.status()).counters[counter]
-    return now - before[node]["counters"].get(counter, 0)
+async def _counters(cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Each engine's own, as they are now: what the router knows is up to half a second old."""
+    return {name: (await (await cluster.engine(name)).status()).counters for name in NODES}
 
 
 def _lives(cluster: Cluster) -> dict[str, Any]:
