@@ -89,6 +89,8 @@ class Case:
     targets: Targets
     mix: Mix | None = None
     trace_rate_per_s: float = 0.0
+    first_world: int = 1000
+    """Seed of the first world in which the answer is judged."""
 
     def requests(self, seed: int) -> list[TraceRequest]:
         """That come: another draw for each seed, or the trace's busiest part."""
@@ -109,6 +111,14 @@ def _trace() -> list[TraceRequest]:
 # Cases
 
 
+def held_out(seed: int) -> list[Case]:
+    """Other loads of the services and other mixes, in other worlds: no rule of the tuner was chosen
+    on them.
+    """
+    found = mixes(Random(seed), Random(seed))
+    return [replace(case, first_world=10 * seed) for case in found]
+
+
 def cases() -> list[Case]:
     """Traces, services, random mixes; the same ones in every run."""
     found = [
@@ -117,7 +127,13 @@ def cases() -> list[Case]:
         for nodes in (4, 8, 16)
         for load in (0.6, 0.9)
     ]
-    random = Random(2)
+    return found + mixes(Random(2), Random(3))
+
+
+def mixes(for_services: Random, for_mixes: Random) -> list[Case]:
+    """Services with loads drawn from the one, and mixes drawn from the other."""
+    found = []
+    random = for_services
     for name, (in_mean, in_p50, out_mean, out_p50) in SERVICES.items():
         mix = Mix(
             Lengths(in_mean, _spread(in_mean, in_p50)),
@@ -125,7 +141,7 @@ def cases() -> list[Case]:
             1.0,
         )
         found.append(_case(name, random, random.choice((4, 6, 8)), random.uniform(0.5, 1), mix))
-    random = Random(3)
+    random = for_mixes
     for number in range(RANDOM_MIXES):
         mix = Mix(
             Lengths(_log_uniform(random, 100, 6000), random.choice((0.0, 0.5, 1.0))),
@@ -226,7 +242,7 @@ def world(profile: Profile, seed: int) -> Profile:
 
 def judged(case: Case, splits: Sequence[Split], number: int) -> dict[Split, float]:
     """Goodput of each split in one world."""
-    seed = 1000 + number
+    seed = case.first_world + number
     truth = world(case.profile, seed)
     random = Random(seed)
     speeds = [random.uniform(1 - SPEEDS, 1 + SPEEDS) for _ in range(case.nodes)]
@@ -392,11 +408,14 @@ def main() -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     options.add_argument("--cases", type=int, default=0, help="only so many of the cases; 0: all")
+    options.add_argument(
+        "--held-out", type=int, default=0, help="seed of other cases; 0: the usual"
+    )
     options.add_argument("--processes", type=int, default=2)
     options.add_argument("--name", default="tuner-recommendation", help="name of the result files")
     chosen = options.parse_args()
     check()
-    asked = cases()
+    asked = held_out(chosen.held_out) if chosen.held_out else cases()
     if chosen.cases:
         asked = asked[:: max(1, len(asked) // chosen.cases)]
     rows = []
