@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from simulation import prefixes
+from simulation.clients import Client
 from simulation.engine import Engine
 from simulation.memory import BLOCK_TOKENS
 from simulation.network import Network
 from simulation.plan import ROUTER
 from simulation.prefixes import marks_of
-from simulation.router import Client, Router, limits_of
+from simulation.router import Router, limits_of
 from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
 from splitserve.orchestrator.core import events as ev
 

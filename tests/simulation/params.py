@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from splitserve.kv_transfer.transfer_params import TransferParams
 
 if TYPE_CHECKING:
-    from simulation.router import Client
+    from simulation.clients import Client
     from splitserve.orchestrator.core import effects as ef
 
 

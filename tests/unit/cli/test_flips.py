@@ -14,10 +14,13 @@ from router_stubs.cluster import SECRET, stub_cluster
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.cli import flips, running_nodes, up
+from splitserve.orchestrator.cli.errors import RefusedError
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
+from splitserve.orchestrator.cli.tune_changes import apply_split
 from splitserve.orchestrator.config import dump_resolved, parse
 from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+from splitserve.orchestrator.tuner.trial import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +38,7 @@ class FakeRouter:
     owed: tuple[dict[str, int], ...] = ()
     """What the flipped node owes at each of the next looks; then nothing."""
     roles: dict[str, str] = {}  # noqa: RUF012
+    decode_legs: dict[str, int] = {}  # noqa: RUF012
     silent = 0
     autotune: dict[str, Any] | None = None
 
@@ -54,7 +58,14 @@ class FakeRouter:
         owed = {**NOTHING, **(self.owed[0] if self.owed else {})}
         FakeRouter.owed = self.owed[1:]
         return {
-            name: {"role": role, "is_flipping": any(owed.values()), "owed": owed}
+            name: {
+                "role": role,
+                "is_usable": True,
+                "is_flipping": any(owed.values()),
+                "owed": owed,
+                "prefill_legs": 0,
+                "decode_legs": self.decode_legs.get(name, 0),
+            }
             for name, role in self.roles.items()
         }
 
@@ -125,6 +136,31 @@ def test_a_node_is_flipped(files: ClusterFiles) -> None:
     result = run("flip", "decode-1", "prefill", "--cluster", "test")
     assert (result.exit_code, result.stdout) == (0, "decode-1: flipped\n")
     assert FakeRouter.orders == (("decode-1", "prefill", False),)
+
+
+def test_a_recommended_split_is_applied(
+    files: ClusterFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node with the least work changes, what it owes is waited for; then nothing is to do."""
+    monkeypatch.setattr(FakeRouter, "decode_legs", {"decode-0": 5, "decode-1": 2})
+    FakeRouter.owed = ({}, {}, {"legs": 2}, {"legs": 2}, {"legs": 1})
+    config = parse("name: test\nengine: mock\nmodel: {path: m}\ndecode: {replicas: 2}\n")
+    for _ in range(2):
+        apply_split(config, Split(2, 1))
+        assert FakeRouter.orders == (("decode-1", "prefill", False),)
+        assert FakeRouter.owed == ()
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [(Split(0, 3), "at least one prefill node"), (Split(2, 2), "3 nodes take part")],
+)
+def test_a_split_that_cannot_be_applied(files: ClusterFiles, split: Split, words: str) -> None:
+    """Said with the reason, and nothing is changed."""
+    config = parse("name: test\nengine: mock\nmodel: {path: m}\ndecode: {replicas: 2}\n")
+    with pytest.raises(RefusedError, match=words):
+        apply_split(config, split)
+    assert FakeRouter.orders == ()
 
 
 def test_a_flip_is_waited_for(files: ClusterFiles) -> None:
