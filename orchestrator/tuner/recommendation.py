@@ -143,7 +143,9 @@ def percent(share: float) -> str:
 
 
 def interval(gain: Gain) -> str:
-    """``-1.0 % to +4.2 %``."""
+    """``-1.0 % to +4.2 %``; without a bound where the other split may have no good request."""
+    if math.isinf(gain.high):
+        return f"{percent(gain.low)} or more" if math.isfinite(gain.low) else "from none"
     return f"{percent(gain.low)} to {percent(gain.high)}"
 
 

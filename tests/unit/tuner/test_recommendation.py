@@ -7,7 +7,13 @@ import math
 import pytest
 from support.tuner_trials import trial
 
-from splitserve.orchestrator.tuner.recommendation import gain_of, percent, recommend
+from splitserve.orchestrator.tuner.recommendation import (
+    Gain,
+    gain_of,
+    interval,
+    percent,
+    recommend,
+)
 from splitserve.orchestrator.tuner.search import Findings
 from splitserve.orchestrator.tuner.trial import PARTS, Split, Trial
 
@@ -137,5 +143,8 @@ def test_a_gain_over_nothing_is_infinite() -> None:
     found = {ONE: (trial(ONE, 0.5),), TWO: (trial(TWO, 0.0),)}
     assert math.isinf(gain_of(found, ONE, TWO, seed=0).expected)
     assert percent(math.inf) == "from none"
+    assert interval(Gain(TWO, 2.7, 0.0, math.inf)) == "+0.0 % or more"
+    assert interval(Gain(TWO, math.inf, math.inf, math.inf)) == "from none"
+    assert interval(Gain(TWO, 0.02, -0.01, 0.042)) == "-1.0 % to +4.2 %"
     assert (percent(0.0423), percent(11)) == ("+4.2 %", "x12")
     assert gain_of(found, TWO, TWO, seed=0).expected == 0
