@@ -30,6 +30,7 @@ from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.observe.trace_context import TraceIds
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.cache_api import CacheApi
@@ -67,6 +68,7 @@ class Api:
         cache: CacheApi | None,
         recordings: Recordings,
         autotune: Autotune | None = None,
+        trace_ids: TraceIds | None = None,
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
@@ -79,6 +81,7 @@ class Api:
         self._cache = cache
         self._recordings = recordings
         self._autotune = autotune
+        self._trace_ids = trace_ids
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -150,7 +153,7 @@ class Api:
     # OpenAI's routes
 
     def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
-        authorization = content_type = client_request_id = None
+        authorization = content_type = client_request_id = traceparent = None
         for name, value in request.headers:
             if name == b"authorization":
                 authorization = value
@@ -158,6 +161,8 @@ class Api:
                 content_type = value
             elif name == b"x-request-id":
                 client_request_id = value
+            elif name == b"traceparent":
+                traceparent = value
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise ApiError(415, "send the body without Content-Encoding")
         tenant = self._tenants.authenticate(authorization)
@@ -172,16 +177,18 @@ class Api:
         marks = recorded_marks = self._marks_of(body, salt)
         if not self._driver.core.wants_marks:
             marks = NO_MARKS
+        trace = None if self._trace_ids is None else self._trace_ids.place_of(traceparent)
         exchange = Exchange(
             self._driver,
             own_id,
             body,
-            header_policy.to_engines(request.headers, client_id),
+            header_policy.to_engines(request.headers, client_id, trace),
             client_id,
             salt,
             connection,
             self._tenants.tag(tenant),
             marks,
+            trace,
         )
         connection.listener = exchange
         arrived = RequestArrived(

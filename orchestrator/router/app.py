@@ -11,6 +11,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
@@ -21,6 +22,7 @@ from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.observe.trace_context import TraceIds
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
@@ -33,6 +35,7 @@ from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.span_pipe import SpanPipe
 from splitserve.orchestrator.router.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class Router:
     _watch: CacheWatch | None = None
     _cache: CacheApi | None = None
     _autotune: Autotune | None = None
+    _spans: SpanPipe | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -99,6 +103,8 @@ class Router:
         self.driver.close()
         self.client.close()
         self.log.flush()
+        if self._spans is not None:
+            await self._spans.stop()
 
 
 async def start(
@@ -110,7 +116,13 @@ async def start(
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
     metrics = RouterMetrics(core)
-    log = RequestLog(log_stream, config.observability.timeline_requests)
+    tracing = config.observability.tracing
+    trace_ids = spans = None
+    if tracing is not None:
+        trace_ids = TraceIds(tracing.sample_ratio, Random())
+        spans = SpanPipe(tracing, config.router.port, config.model.name)
+        metrics.count_traces(spans)
+    log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
     agents = AgentHub(secret)
 
@@ -141,6 +153,7 @@ async def start(
         cache,
         recordings,
         autotune,
+        trace_ids,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -160,6 +173,8 @@ async def start(
         watch.start()
     if autotune is not None:
         autotune.start()
+    if spans is not None:
+        spans.start()
     return Router(
         core,
         driver,
@@ -173,6 +188,7 @@ async def start(
         watch,
         cache,
         autotune,
+        spans,
     )
 
 

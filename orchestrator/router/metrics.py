@@ -14,6 +14,7 @@ from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
+    from splitserve.orchestrator.router.span_pipe import SpanPipe
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ENGINE_FIGURES = (
@@ -125,6 +127,22 @@ class RouterMetrics:
     def refused(self, status: int) -> None:
         """One request was answered before it was admitted."""
         self._refused_before_core.labels(str(status)).inc()
+
+    def count_traces(self, spans: SpanPipe) -> None:
+        """What becomes of traced requests is shown, too."""
+
+        def families() -> Iterable[Metric]:
+            family = CounterMetricFamily(
+                "splitserve_traced_requests",
+                "Requests whose spans the collector took (exported) or not (failed), or that came "
+                "faster than spans could be sent (dropped)",
+                labels=("result",),
+            )
+            for result, count in asdict(spans.counts).items():
+                family.add_metric([result], count)
+            yield family
+
+        self._registry.register(_Calls(families))
 
     def render(self) -> bytes:
         """The text exposition format."""

@@ -13,8 +13,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
+from splitserve.orchestrator.observe.trace_context import SERVER
+
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.span_pipe import SpanPipe
     from splitserve.orchestrator.router.token_counts import Tally
 
 _log = logging.getLogger(__name__)
@@ -26,8 +29,12 @@ HELD_LIMIT_LINES = 1000
 class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
-    def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
+    def __init__(
+        self, stream: IO[bytes] | None, kept_requests: int, spans: SpanPipe | None = None
+    ) -> None:
         self._stream = stream
+        self._spans = spans
+        """Who makes spans of the requests that are traced."""
         self._kept: deque[tuple[Timeline, Tally]] = deque(maxlen=kept_requests)
         self._unwritten: list[tuple[Timeline, Tally]] = []
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -38,7 +45,7 @@ class RequestLog:
         """One request ended."""
         entry = (timeline, tally)
         self._kept.append(entry)
-        if self._stream is None:
+        if self._stream is None and not (self._spans is not None and _is_traced(tally)):
             return
         self._unwritten.append(entry)
         if len(self._unwritten) >= HELD_LIMIT_LINES:
@@ -63,23 +70,37 @@ class RequestLog:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        if self._unwritten and self._stream is not None:
-            entries, self._unwritten = self._unwritten, []
-            records = (as_record(*entry, self._wall_offset) for entry in entries)
-            lines = b"".join(
-                orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records
+        if not self._unwritten:
+            return
+        entries, self._unwritten = self._unwritten, []
+        lines = [
+            orjson.dumps(as_record(*entry, self._wall_offset), option=orjson.OPT_APPEND_NEWLINE)
+            for entry in entries
+        ]
+        if self._spans is not None:
+            traced = (
+                line for line, (_, tally) in zip(lines, entries, strict=True) if _is_traced(tally)
             )
-            try:
-                self._stream.write(lines)
-                self._stream.flush()
-            except OSError as error:
-                if not self._lost_lines:
-                    _log.error("the request log cannot be written: %s", error)
-                self._lost_lines += len(entries)
-            else:
-                if self._lost_lines:
-                    _log.error("%d lines of the request log were lost", self._lost_lines)
-                self._lost_lines = 0
+            self._spans.send(list(traced))
+        if self._stream is not None:
+            self._write(self._stream, lines)
+
+    def _write(self, stream: IO[bytes], lines: list[bytes]) -> None:
+        try:
+            stream.write(b"".join(lines))
+            stream.flush()
+        except OSError as error:
+            if not self._lost_lines:
+                _log.error("the request log cannot be written: %s", error)
+            self._lost_lines += len(lines)
+        else:
+            if self._lost_lines:
+                _log.error("%d lines of the request log were lost", self._lost_lines)
+            self._lost_lines = 0
+
+
+def _is_traced(tally: Tally) -> bool:
+    return tally.trace is not None and tally.trace.is_sampled
 
 
 def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str, Any]:
@@ -91,11 +112,12 @@ def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str,
     def after(moment: float | None) -> float | None:
         return None if moment is None else round((moment - received) * 1000, 3)
 
+    trace = tally.trace
     return {
         "event": "request",
         "request_id": tally.client_request_id,
         "id": timeline.request_id,
-        "received_unix_s": round(received + wall_offset, 3),
+        "received_unix_s": round(received + wall_offset, 6),
         "endpoint": timeline.endpoint,
         "tenant": timeline.tenant,
         "streaming": timeline.streaming,
@@ -117,4 +139,6 @@ def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str,
         "status": timeline.status,
         "outcome": timeline.outcome,
         "reason": timeline.reason,
+        "traceparent": None if trace is None else trace.traceparent(SERVER).decode(),
+        "parent_span_id": None if trace is None or not trace.parent else trace.parent.decode(),
     }
