@@ -10,7 +10,6 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.resources import Resource
@@ -18,6 +17,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from splitserve.orchestrator.observe.own_version import own_version
 from splitserve.orchestrator.observe.trace_context import (
     DECODE_LEG,
     PREFILL_LEG,
@@ -74,10 +74,7 @@ class SpanSource:
     scope: InstrumentationScope = field(init=False)
 
     def __post_init__(self) -> None:
-        try:
-            release = version("splitserve")
-        except PackageNotFoundError:
-            release = "unknown"
+        release = own_version()
         told: dict[str, str] = {
             "service.name": self.service,
             "service.version": release,

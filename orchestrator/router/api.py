@@ -25,6 +25,8 @@ from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, o
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
+from splitserve.orchestrator.router.scrapes import Scrapes
+from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Api:
         recordings: Recordings,
         autotune: Autotune | None = None,
         trace_ids: TraceIds | None = None,
+        scrapes: Scrapes | None = None,
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
@@ -82,6 +85,7 @@ class Api:
         self._recordings = recordings
         self._autotune = autotune
         self._trace_ids = trace_ids
+        self._scrapes = scrapes or Scrapes(metrics, None)
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -99,6 +103,7 @@ class Api:
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
             ("GET", AUDIT_PATH): self._show_audit,
+            ("GET", HTTP_SD_PATH): self._show_targets,
             ("POST", PROBE_PATH): self._probe,
             ("GET", RECORDING_PATH): self._record,
         }
@@ -233,8 +238,7 @@ class Api:
         _send_json(connection, 200 if is_ready else 503, {"status": status, "ready_nodes": ready})
 
     def _show_metrics(self, request: HttpRequest, connection: HttpConnection) -> None:
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        connection.answer(200, headers, self._metrics.render())
+        self._scrapes.handle(connection)
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
@@ -247,6 +251,11 @@ class Api:
     def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _show_targets(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._only_for_operators(request)
+        targets = targets_of(self._driver.core, request.header(b"host"))
+        _send_json(connection, 200, targets)
 
     def _record(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))

@@ -35,6 +35,7 @@ from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.scrapes import Scrapes
 from splitserve.orchestrator.router.span_pipe import SpanPipe
 from splitserve.orchestrator.router.tenants import Tenants
 
@@ -81,6 +82,7 @@ class Router:
     _cache: CacheApi | None = None
     _autotune: Autotune | None = None
     _spans: SpanPipe | None = None
+    _scrapes: Scrapes | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -94,6 +96,8 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
         if self._autotune is not None:
             self._autotune.stop()
         self.recordings.close()
@@ -115,7 +119,11 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
-    metrics = RouterMetrics(core)
+    agents = AgentHub(secret)
+    ttft_ms = config.policy.autotune.ttft_ms
+    metrics = RouterMetrics(
+        core, deaths=agents.deaths, ttft_target_s=None if ttft_ms is None else ttft_ms / 1000
+    )
     tracing = config.observability.tracing
     trace_ids = spans = None
     if tracing is not None:
@@ -124,7 +132,6 @@ async def start(
         metrics.count_traces(spans)
     log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
-    agents = AgentHub(secret)
 
     recordings = Recordings()
 
@@ -141,7 +148,11 @@ async def start(
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
-    cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
+    cache, cache_socket = None, None
+    if config.cache is not None:
+        cache, cache_socket = CacheApi(config.cache, driver, tenants), config.cache.socket_path
+        metrics.show_cache()
+    scrapes = Scrapes(metrics, cache_socket)
     api = Api(
         driver,
         agents,
@@ -154,6 +165,7 @@ async def start(
         recordings,
         autotune,
         trace_ids,
+        scrapes,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -189,6 +201,7 @@ async def start(
         cache,
         autotune,
         spans,
+        scrapes,
     )
 
 

@@ -25,43 +25,55 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from splitserve.kv_transfer.cache.engine_cache import GAUGES
 from splitserve.orchestrator.core.audit import REMEDIES
 from splitserve.orchestrator.core.breaker import BreakerState
+from splitserve.orchestrator.observe.own_version import own_version
+from splitserve.orchestrator.router.cache_metrics import cache_families
+from splitserve.orchestrator.router.connector_metrics import connector_families
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client.metrics_core import Metric
 
+    from splitserve.kv_transfer.cache.control_messages import Stat
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.span_pipe import SpanPipe
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_ENGINE_FIGURES = (
-    "running",
-    "waiting",
-    "free_blocks",
-    "open_transfers",
-    "leased_blocks",
-    "quarantined_transfers",
-    "quarantined_blocks",
-)
+_ENGINE_FIGURES = {
+    "running": "Requests that the engine computes",
+    "waiting": "Requests that wait in the engine",
+    "free_blocks": "KV blocks that nobody uses",
+    "total_blocks": "KV blocks of the engine",
+    "open_transfers": "Transfers that are under way at the engine",
+    "leased_blocks": "KV blocks of computed prompts that wait for a peer",
+    "quarantined_transfers": "Cancelled transfers whose writer has not given its word yet",
+    "quarantined_blocks": "KV blocks kept back because somebody may still write into them",
+}
+"""Fields of the node's latest report, and the text of their gauges."""
 _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
-_NODE_COUNTERS_LIMIT = 64
-"""Different counters of connectors that are shown; the sum of all others is ``other``."""
 
 
 class RouterMetrics:
     """Counts what requests did; ``render`` gives the text that Prometheus reads."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        *,
+        deaths: Mapping[str, int] | None = None,
+        ttft_target_s: float | None = None,
+    ) -> None:
+        self._deaths = {} if deaths is None else deaths
+        self._ttft_target_s = ttft_target_s
         self._registry = CollectorRegistry()
         self._histograms: list[_Histogram] = []
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
+        self._cache: Stat | None = None
         self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
         self._decided: TallyCounter[str] = TallyCounter()
         self._expected_cached: TallyCounter[str] = TallyCounter()
@@ -144,8 +156,13 @@ class RouterMetrics:
 
         self._registry.register(_Calls(families))
 
-    def render(self) -> bytes:
-        """The text exposition format."""
+    def show_cache(self) -> None:
+        """The cluster has a cache: its server's figures are shown, too."""
+        self._registry.register(_Calls(lambda: cache_families(self._cache)))
+
+    def render(self, cache: Stat | None = None) -> bytes:
+        """The text exposition format; ``cache`` is what the cache server has just said."""
+        self._cache = cache
         return generate_latest(self._registry)
 
     def _families(self) -> Iterable[Metric]:
@@ -176,6 +193,29 @@ class RouterMetrics:
         yield expected
         for histogram in self._histograms:
             yield histogram.family()
+        yield from self._surroundings()
+
+    def _surroundings(self) -> Iterable[Metric]:
+        build = GaugeMetricFamily(
+            "splitserve_build_info", "1, labelled with the router's version", labels=("version",)
+        )
+        build.add_metric([own_version()], 1)
+        yield build
+        target = GaugeMetricFamily(
+            "splitserve_time_to_first_token_target_seconds",
+            "The target of policy.autotune.ttft_ms, where there is one",
+        )
+        if self._ttft_target_s is not None:
+            target.add_metric([], self._ttft_target_s)
+        yield target
+        deaths = CounterMetricFamily(
+            "splitserve_engine_deaths",
+            "Engines that ended without having been asked to",
+            labels=("node",),
+        )
+        for node, count in self._deaths.items():
+            deaths.add_metric([node], count)
+        yield deaths
 
     def _histogram(self, name: str, text: str) -> _Histogram:
         histogram = _Histogram(name, text)
@@ -230,6 +270,11 @@ class _CoreCollector(Collector):
         running.add_metric([], len(core.requests) - len(core.queue))
         yield waiting
         yield running
+        limit = GaugeMetricFamily(
+            "splitserve_queue_limit_requests", "Requests that may wait in the router's queue"
+        )
+        limit.add_metric([], core.limits.queue_limit_requests)
+        yield limit
         nodes = list(core.membership.nodes.values())
         yield self._per_node("ready", "1 when the node gets new work", nodes, lambda n: n.is_usable)
         yield self._per_node("prefill_legs", "Prefill legs out", nodes, lambda n: n.prefill_legs)
@@ -247,10 +292,10 @@ class _CoreCollector(Collector):
         flips.add_metric([], core.flips)
         yield flips
         yield from self._breakers(nodes)
-        for field in _ENGINE_FIGURES:
+        for field, text in _ENGINE_FIGURES.items():
             yield self._per_node(
                 field,
-                f"The engine's own figure: {field.replace('_', ' ')}",
+                text,
                 [node for node in nodes if node.state is not None],
                 attrgetter(f"state.{field}"),
             )
@@ -275,26 +320,7 @@ class _CoreCollector(Collector):
         for what, count in core.fencing.ended.items():
             ended.add_metric([what], count)
         yield ended
-        counters = CounterMetricFamily(
-            "splitserve_connector", "Counters of the connectors", labels=("node", "counter")
-        )
-        gauges = GaugeMetricFamily(
-            "splitserve_cache_client",
-            "What an engine holds for the shared cache now, and what it measures",
-            labels=("node", "figure"),
-        )
-        for node in nodes:
-            reported = node.state.counters if node.state else {}
-            for name in sorted(GAUGES & reported.keys()):
-                gauges.add_metric([node.name, name], reported[name])
-            values = sorted((n, v) for n, v in reported.items() if n not in GAUGES)
-            shown, rest = values[:_NODE_COUNTERS_LIMIT], values[_NODE_COUNTERS_LIMIT:]
-            if rest:
-                shown.append(("other", sum(value for _, value in rest)))
-            for name, value in shown:
-                counters.add_metric([node.name, name], value)
-        yield counters
-        yield gauges
+        yield from connector_families(nodes)
 
     def _differences(self, nodes: list[Node]) -> Metric:
         """One value per node and kind, also where nothing differs."""
