@@ -25,7 +25,7 @@ from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTo
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
@@ -93,6 +93,8 @@ class Exchange:
         "_tenant_tag",
         "client_request_id",
         "id",
+        "server_timing",
+        "traceparent",
     )
 
     def __init__(
@@ -109,6 +111,10 @@ class Exchange:
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
+        self.traceparent = ""
+        """Of the router's span, for its legs; empty when the request is not traced."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -147,7 +153,13 @@ class Exchange:
         elif self._answer is not None:
             found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
             prompt, answered = found.prompt or prompt, found.answer
-        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
+        return Tally(
+            self.client_request_id,
+            prompt,
+            answered,
+            self._request.output_tokens,
+            self.traceparent,
+        )
 
     # Orders of the core
 
@@ -171,6 +183,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
+            traceparent=self.traceparent,
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -189,6 +202,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
+            traceparent=self.traceparent,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
@@ -291,6 +305,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:

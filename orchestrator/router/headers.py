@@ -44,6 +44,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"authorization",
     b"x-data-parallel-rank",
     b"x-request-id",
+    b"x-splitserve-timing",
 }
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
 
