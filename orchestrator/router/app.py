@@ -131,13 +131,14 @@ async def start(
         spans = SpanPipe(tracing, config.router.port, config.model.name)
         metrics.count_traces(spans)
     log = RequestLog(log_stream, config.observability.timeline_requests, spans)
+    log.on_account = metrics.account_for
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
 
     recordings = Recordings()
 
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
-        log.add(timeline, tally)
+        log.add(timeline, tally, agents.facts_of(timeline))
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if autotune is not None:

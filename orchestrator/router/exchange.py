@@ -26,7 +26,7 @@ from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTo
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
@@ -96,6 +96,7 @@ class Exchange:
         "_trace",
         "client_request_id",
         "id",
+        "server_timing",
     )
 
     def __init__(
@@ -113,6 +114,8 @@ class Exchange:
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -177,6 +180,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
+            traceparent=self._traceparent(DECODE_LEG),
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -195,6 +199,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
+            traceparent=self._traceparent(PREFILL_LEG),
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
@@ -297,6 +302,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
@@ -371,6 +378,12 @@ class Exchange:
             return sealed
         assert self._sent is not None
         return sealed[:-1] + b',"prompt_token_ids":' + self._sent.ids() + b"}"
+
+    def _traceparent(self, span: bytes) -> str:
+        """For those who tell of the leg's transfer; empty when nobody asks for spans."""
+        if self._trace is None or not self._trace.is_sampled:
+            return ""
+        return self._trace.traceparent(span).decode()
 
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True

@@ -47,6 +47,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"authorization",
     b"x-data-parallel-rank",
     b"x-request-id",
+    b"x-splitserve-timing",
 }
 _NOT_TO_ENGINES_TRACED: Final = _NOT_TO_ENGINES | {b"traceparent"}
 _NOT_TO_ENGINES_NEW_TRACE: Final = _NOT_TO_ENGINES_TRACED | {b"tracestate"}

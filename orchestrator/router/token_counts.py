@@ -42,6 +42,11 @@ class Tally(NamedTuple):
     trace: TraceContext | None = None
     """Its place in a trace, where traces are made."""
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether spans are made of it."""
+        return self.trace is not None and self.trace.is_sampled
+
 
 class AnswerCounter:
     """Counts the tokens of one answer from the bytes that pass."""

@@ -121,7 +121,7 @@ async def test_nobody_there_is_a_timeout(address: str, monkeypatch: pytest.Monke
     client = EngineEndpointClient(address, SECRET)
     with pytest.raises(TimeoutError):
         await client.status()
-    async with client._lock:
+    async with client._line._lock:
         with pytest.raises(TimeoutError):
             await client.status()
     client.close()
