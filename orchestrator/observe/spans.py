@@ -63,6 +63,9 @@ _SERVER_ATTRIBUTES = {
 """Keys of a request's record, and what the request's span calls them."""
 
 
+_MOMENTS = ("dispatched_ms", "prefill_answered_ms", "first_data_ms", "last_data_ms")
+
+
 @dataclass(frozen=True)
 class SpanSource:
     """Who the spans are of."""
@@ -102,7 +105,7 @@ class _RequestSpans:
         self._stem = stem
         self._received = round(record["received_unix_s"] * 1e9)
         self._server = self._context(stem + SERVER)
-        self._end = self._at("last_data_ms", self._received)
+        self._end = max(self._at(key, self._received) for key in _MOMENTS)
 
     def all(self) -> list[ReadableSpan]:
         record = self._record

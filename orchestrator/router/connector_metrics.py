@@ -55,6 +55,12 @@ _COUNTERS: Final[dict[str, tuple[str, str]]] = {
         "transfer_params_ignored",
         "Requests whose transfer parameters were not this cluster's",
     ),
+    "traces_exported": ("traced_transfers_exported", "Transfers whose spans the collector took"),
+    "traces_failed": ("traced_transfers_failed", "Transfers whose spans it did not take"),
+    "traces_dropped": (
+        "traced_transfers_dropped",
+        "Traced transfers that ended faster than spans could be sent",
+    ),
     "cache_asked_chunks": ("cache_client_asked_chunks", "Chunks that prompts looked for"),
     "cache_hit_chunks": ("cache_client_hit_chunks", "Chunks that were found for prompts"),
     "cache_load_tokens": ("cache_client_load_tokens", "Tokens of prompts ordered from the cache"),

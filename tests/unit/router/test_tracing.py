@@ -32,6 +32,7 @@ class Traced(NamedTuple):
 
     async def spans(self, count: int) -> dict[str, Span]:
         """The spans of the latest request, which are so many, by name."""
+        self.cluster.router.log.flush()
         trace_id = traceparent_of(self.cluster, "d0").split("-")[1]
 
         def of_it(spans: list[Span]) -> list[Span]:
@@ -225,4 +226,5 @@ async def test_a_process_of_spans_that_dies_is_started_again(
         await until(lambda: pipe._process not in (None, first), 20)
         await (await cluster.post()).read()
         await cluster.idle()
+        cluster.router.log.flush()
         await receiver.wait_for(lambda spans: len(spans) == 4)
