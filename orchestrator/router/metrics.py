@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -57,6 +56,13 @@ _ENGINE_FIGURES = {
     "quarantined_blocks": "KV blocks kept back because somebody may still write into them",
 }
 """Fields of the node's latest report, and the text of their gauges."""
+_SIMPLE_COUNTERS = {
+    "prefill_leg_failures": (
+        "Prefill legs of the last attempt that were answered with an error status"
+    ),
+    "stream_continuations": "Streams that another decode node went on with",
+    "decode_leg_retries": "Attempts beyond the first",
+}
 _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
@@ -81,27 +87,8 @@ class RouterMetrics:
         self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
         self._decided: TallyCounter[str] = TallyCounter()
         self._expected_cached: TallyCounter[str] = TallyCounter()
-        self._prefill_failures = Counter(
-            "splitserve_prefill_leg_failures",
-            "Prefill legs of the last attempt that were answered with an error status",
-            registry=self._registry,
-        )
-        self._continuations = Counter(
-            "splitserve_stream_continuations",
-            "Streams that another decode node went on with",
-            registry=self._registry,
-        )
-        self._retries = Counter(
-            "splitserve_decode_leg_retries",
-            "Attempts beyond the first",
-            registry=self._registry,
-        )
-        self._refused_before_core = Counter(
-            "splitserve_requests_refused_at_the_door",
-            "Requests answered before they were admitted, by status",
-            ("status",),
-            registry=self._registry,
-        )
+        self._simple: TallyCounter[str] = TallyCounter()
+        self._refused_before_core: TallyCounter[int] = TallyCounter()
         self._first_data = self._histogram(
             "splitserve_time_to_first_token_seconds",
             "From arrival to the first data event of a streamed answer",
@@ -149,11 +136,11 @@ class RouterMetrics:
             if timeline.prefill_answered is not None:
                 self._prefill_leg.observe(timeline.prefill_answered - dispatched)
                 if (timeline.prefill_status or 0) >= 400:
-                    self._prefill_failures.inc()
+                    self._simple["prefill_leg_failures"] += 1
             if timeline.attempts > 1:
-                self._retries.inc(timeline.attempts - 1)
+                self._simple["decode_leg_retries"] += timeline.attempts - 1
             if timeline.continuations:
-                self._continuations.inc(timeline.continuations)
+                self._simple["stream_continuations"] += timeline.continuations
         if timeline.streaming and timeline.first_data is not None:
             self._first_data.observe(timeline.first_data - received)
         if timeline.last_data is not None:
@@ -174,7 +161,7 @@ class RouterMetrics:
 
     def refused(self, status: int) -> None:
         """One request was answered before it was admitted."""
-        self._refused_before_core.labels(str(status)).inc()
+        self._refused_before_core[status] += 1
 
     def count_traces(self, spans: SpanPipe) -> None:
         """What becomes of traced requests is shown, too."""
@@ -211,6 +198,18 @@ class RouterMetrics:
         for (endpoint, outcome, status), count in self._requests.items():
             requests.add_metric([endpoint, outcome, str(status)], count)
         yield requests
+        refused = CounterMetricFamily(
+            "splitserve_requests_refused_at_the_door",
+            "Requests answered before they were admitted, by status",
+            labels=("status",),
+        )
+        for status, count in self._refused_before_core.items():
+            refused.add_metric([str(status)], count)
+        yield refused
+        for name, text in _SIMPLE_COUNTERS.items():
+            simple = CounterMetricFamily(f"splitserve_{name}", text)
+            simple.add_metric([], self._simple[name])
+            yield simple
         decisions = CounterMetricFamily(
             "splitserve_disaggregation_decisions",
             "Where requests were placed",
