@@ -30,7 +30,7 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server" install_system_packages "$engine"
+  once system-packages "$engine redis-server promtool" install_system_packages "$engine"
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
 }
@@ -96,12 +96,32 @@ install_system_packages() {
 
 # What only tests need is not worth an error where it cannot be installed.
 install_test_servers() {
+  install_promtool
   if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     debian_packages redis-server "for the tests of the cache"
   else
     say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
   fi
+}
+
+# Prometheus's own judge of rules and expressions, out of Debian's package, which is not installed: it would start a server.
+install_promtool() {
+  if command -v promtool >/dev/null || [ -x "$VENV/bin/promtool" ]; then return; fi
+  if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then
+    step "promtool, for the tests of alerts and dashboard (19 MB)" fetch_promtool
+  else
+    say "note: 'promtool' is missing; the tests of alerts and dashboard need it"
+  fi
+}
+
+fetch_promtool() {
+  local folder
+  folder=$(mktemp -d)
+  (cd "$folder" && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; })
+  dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -x -C "$folder" ./usr/bin/promtool
+  mv "$folder/usr/bin/promtool" "$VENV/bin/promtool"
+  rm -rf "$folder"
 }
 
 install_engine_cpu() {

@@ -76,6 +76,7 @@ class RouterMetrics:
         deaths: Mapping[str, int] | None = None,
         ttft_target_s: float | None = None,
     ) -> None:
+        self._core = core
         self._deaths = {} if deaths is None else deaths
         self._ttft_target_s = ttft_target_s
         self._registry = CollectorRegistry()
@@ -253,8 +254,8 @@ class RouterMetrics:
             "Engines that ended without having been asked to",
             labels=("node",),
         )
-        for node, count in self._deaths.items():
-            deaths.add_metric([node], count)
+        for node in sorted(self._core.membership.nodes.keys() | self._deaths.keys()):
+            deaths.add_metric([node], self._deaths.get(node, 0))
         yield deaths
 
     def _histogram(
