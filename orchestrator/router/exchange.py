@@ -94,7 +94,6 @@ class Exchange:
         "client_request_id",
         "id",
         "server_timing",
-        "traceparent",
     )
 
     def __init__(
@@ -113,8 +112,6 @@ class Exchange:
         self.client_request_id = client_request_id
         self.server_timing: Callable[[str], bytes] | None = None
         """The value of that header, for a client that wants it."""
-        self.traceparent = ""
-        """Of the router's span, for its legs; empty when the request is not traced."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -153,13 +150,7 @@ class Exchange:
         elif self._answer is not None:
             found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
             prompt, answered = found.prompt or prompt, found.answer
-        return Tally(
-            self.client_request_id,
-            prompt,
-            answered,
-            self._request.output_tokens,
-            self.traceparent,
-        )
+        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
 
     # Orders of the core
 
@@ -183,7 +174,6 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
-            traceparent=self.traceparent,
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -202,7 +192,6 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
-            traceparent=self.traceparent,
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)

@@ -67,8 +67,6 @@ class RequestLog:
     def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
         self.on_account: Callable[[Timeline, Account], None] | None = None
         """Who wants to know where each request's time went, once that is known."""
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        """Who wants each request's record, when its line is written or would be."""
         self._stream = stream
         self._kept: deque[Entry] = deque(maxlen=kept_requests)
         self._unwritten: list[Entry] = []
@@ -142,12 +140,9 @@ class RequestLog:
         for entry, account in entries:
             if self.on_account is not None:
                 self.on_account(entry.timeline, account)
-            if self._stream is None and not self.listeners:
-                continue
-            record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
-            for listener in self.listeners:
-                listener(record)
-            lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+            if self._stream is not None:
+                record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
+                lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         if lines and self._stream is not None:
             self._write_lines(self._stream, lines)
 
@@ -220,7 +215,6 @@ def as_record(
         "event": "request",
         "request_id": tally.client_request_id,
         "id": timeline.request_id,
-        "traceparent": tally.traceparent or None,
         "received_unix_s": round(received + wall_offset, 3),
         "endpoint": timeline.endpoint,
         "tenant": timeline.tenant,

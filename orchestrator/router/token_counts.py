@@ -36,8 +36,6 @@ class Tally(NamedTuple):
     """Of the answer that the client was sent; None without an answer."""
     output_limit_tokens: int | None = None
     """What the client allowed."""
-    traceparent: str = ""
-    """W3C trace context of the router's span; empty when the request is not traced."""
 
 
 class AnswerCounter:
