@@ -209,7 +209,7 @@ def as_record(
     received, transfer = timeline.received, account.transfer
 
     def after(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - received) * 1000, 3)
+        return None if moment is None else round((moment - received) * 1e6) / 1000
 
     return {
         "event": "request",
