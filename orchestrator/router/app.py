@@ -111,7 +111,7 @@ async def start(
     core = RouterCore(limits_of(config))
     metrics = RouterMetrics(core)
     log = RequestLog(log_stream, config.observability.timeline_requests)
-    log.on_account = metrics.account_for
+    log.on_final.append(metrics.account_for)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
     agents = AgentHub(secret)
 

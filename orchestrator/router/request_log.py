@@ -65,8 +65,10 @@ class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
     def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
-        self.on_account: Callable[[Timeline, Account], None] | None = None
-        """Who wants to know where each request's time went, once that is known."""
+        self.on_final: list[Callable[[Timeline, Tally, Account], None]] = []
+        """Who wants to know where each request's time went, once that is known or not waited for
+        any more.
+        """
         self._stream = stream
         self._kept: deque[Entry] = deque(maxlen=kept_requests)
         self._unwritten: list[Entry] = []
@@ -96,6 +98,13 @@ class RequestLog:
     def latest(self, count: int) -> list[dict[str, Any]]:
         """The latest timelines, oldest first."""
         return [self._record(entry) for entry in list(self._kept)[-count:]]
+
+    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
+        """A request that has ended as the log shows it, by what is known now."""
+        for entry in reversed(self._kept):
+            if entry.timeline is timeline:
+                return self._record(entry)
+        return self._record(Entry(timeline, tally))
 
     def flush(self) -> None:
         """Everything added so far is written."""
@@ -138,8 +147,8 @@ class RequestLog:
     def _write(self, entries: Iterable[tuple[Entry, Account]]) -> None:
         lines: list[bytes] = []
         for entry, account in entries:
-            if self.on_account is not None:
-                self.on_account(entry.timeline, account)
+            for tell in self.on_final:
+                tell(entry.timeline, entry.tally, account)
             if self._stream is not None:
                 record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
                 lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
