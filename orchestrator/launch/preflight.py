@@ -25,6 +25,7 @@ from splitserve.orchestrator.launch.cache_preflight import (
 )
 from splitserve.orchestrator.launch.finding import Finding
 from splitserve.orchestrator.launch.ports import is_free
+from splitserve.orchestrator.launch.tracing_preflight import tracing_finding
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.resolve import resolve_model
 
@@ -54,6 +55,7 @@ def findings(config: ClusterConfig, environ: Mapping[str, str]) -> Iterator[Find
         _software,
         _same_host,
         autotune_finding,
+        tracing_finding,
         cache_finding,
     )
     for check in checks:

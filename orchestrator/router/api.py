@@ -26,11 +26,14 @@ from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.router.request_log import server_timing
+from splitserve.orchestrator.router.scrapes import Scrapes
+from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.observe.trace_context import TraceIds
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.cache_api import CacheApi
@@ -68,6 +71,8 @@ class Api:
         cache: CacheApi | None,
         recordings: Recordings,
         autotune: Autotune | None = None,
+        trace_ids: TraceIds | None = None,
+        scrapes: Scrapes | None = None,
     ) -> None:
         self._driver = driver
         self._node_orders = NodeOrders(driver)
@@ -80,6 +85,8 @@ class Api:
         self._cache = cache
         self._recordings = recordings
         self._autotune = autotune
+        self._trace_ids = trace_ids
+        self._scrapes = scrapes or Scrapes(metrics, None)
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -97,6 +104,7 @@ class Api:
             ("GET", AGENTS_PATH): self._want_websocket,
             ("GET", "/internal/status"): self._show_status,
             ("GET", AUDIT_PATH): self._show_audit,
+            ("GET", HTTP_SD_PATH): self._show_targets,
             ("POST", PROBE_PATH): self._probe,
             ("GET", RECORDING_PATH): self._record,
         }
@@ -151,7 +159,7 @@ class Api:
     # OpenAI's routes
 
     def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
-        authorization = content_type = client_request_id = None
+        authorization = content_type = client_request_id = traceparent = None
         wants_timing = False
         for name, value in request.headers:
             if name == b"authorization":
@@ -160,6 +168,8 @@ class Api:
                 content_type = value
             elif name == b"x-request-id":
                 client_request_id = value
+            elif name == b"traceparent":
+                traceparent = value
             elif name == b"x-splitserve-timing":
                 wants_timing = value == b"1"
             elif name == b"content-encoding" and value.lower() != b"identity":
@@ -176,16 +186,18 @@ class Api:
         marks = recorded_marks = self._marks_of(body, salt)
         if not self._driver.core.wants_marks:
             marks = NO_MARKS
+        trace = None if self._trace_ids is None else self._trace_ids.place_of(traceparent)
         exchange = Exchange(
             self._driver,
             own_id,
             body,
-            header_policy.to_engines(request.headers, client_id),
+            header_policy.to_engines(request.headers, client_id, trace),
             client_id,
             salt,
             connection,
             self._tenants.tag(tenant),
             marks,
+            trace,
         )
         if wants_timing:
             exchange.server_timing = self._server_timing
@@ -240,8 +252,7 @@ class Api:
         _send_json(connection, 200 if is_ready else 503, {"status": status, "ready_nodes": ready})
 
     def _show_metrics(self, request: HttpRequest, connection: HttpConnection) -> None:
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        connection.answer(200, headers, self._metrics.render())
+        self._scrapes.handle(connection)
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
@@ -254,6 +265,11 @@ class Api:
     def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _show_targets(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._only_for_operators(request)
+        targets = targets_of(self._driver.core, request.header(b"host"))
+        _send_json(connection, 200, targets)
 
     def _record(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))

@@ -11,6 +11,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
@@ -21,6 +22,7 @@ from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.observe.trace_context import TraceIds
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
@@ -33,6 +35,8 @@ from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.scrapes import Scrapes
+from splitserve.orchestrator.router.span_pipe import SpanPipe
 from splitserve.orchestrator.router.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -77,6 +81,8 @@ class Router:
     _watch: CacheWatch | None = None
     _cache: CacheApi | None = None
     _autotune: Autotune | None = None
+    _spans: SpanPipe | None = None
+    _scrapes: Scrapes | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -90,6 +96,8 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
         if self._autotune is not None:
             self._autotune.stop()
         self.recordings.close()
@@ -99,6 +107,8 @@ class Router:
         self.driver.close()
         self.client.close()
         self.log.flush()
+        if self._spans is not None:
+            await self._spans.stop()
 
 
 async def start(
@@ -109,11 +119,20 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
-    metrics = RouterMetrics(core)
-    log = RequestLog(log_stream, config.observability.timeline_requests)
+    agents = AgentHub(secret)
+    ttft_ms = config.policy.autotune.ttft_ms
+    metrics = RouterMetrics(
+        core, deaths=agents.deaths, ttft_target_s=None if ttft_ms is None else ttft_ms / 1000
+    )
+    tracing = config.observability.tracing
+    trace_ids = spans = None
+    if tracing is not None:
+        trace_ids = TraceIds(tracing.sample_ratio, Random())
+        spans = SpanPipe(tracing, config.router.port, config.model.name)
+        metrics.count_traces(spans)
+    log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     log.on_final.append(metrics.account_for)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
-    agents = AgentHub(secret)
 
     recordings = Recordings()
 
@@ -130,7 +149,11 @@ async def start(
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
-    cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
+    cache, cache_socket = None, None
+    if config.cache is not None:
+        cache, cache_socket = CacheApi(config.cache, driver, tenants), config.cache.socket_path
+        metrics.show_cache()
+    scrapes = Scrapes(metrics, cache_socket)
     api = Api(
         driver,
         agents,
@@ -142,6 +165,8 @@ async def start(
         cache,
         recordings,
         autotune,
+        trace_ids,
+        scrapes,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -161,6 +186,8 @@ async def start(
         watch.start()
     if autotune is not None:
         autotune.start()
+    if spans is not None:
+        spans.start()
     return Router(
         core,
         driver,
@@ -174,6 +201,8 @@ async def start(
         watch,
         cache,
         autotune,
+        spans,
+        scrapes,
     )
 
 

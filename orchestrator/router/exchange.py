@@ -14,6 +14,7 @@ import orjson
 
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.observe.trace_context import DECODE_LEG, PREFILL_LEG
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import CHAT, continued
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         StartPair,
         StartPrefill,
     )
+    from splitserve.orchestrator.observe.trace_context import TraceContext
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
 
@@ -91,6 +93,7 @@ class Exchange:
         "_shared_headers",
         "_sink",
         "_tenant_tag",
+        "_trace",
         "client_request_id",
         "id",
         "server_timing",
@@ -107,6 +110,7 @@ class Exchange:
         sink: Sink,
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
+        trace: TraceContext | None = None,
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
@@ -122,6 +126,7 @@ class Exchange:
         self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
+        self._trace = trace
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
@@ -150,7 +155,8 @@ class Exchange:
         elif self._answer is not None:
             found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
             prompt, answered = found.prompt or prompt, found.answer
-        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
+        limit = self._request.output_tokens
+        return Tally(self.client_request_id, prompt, answered, limit, self._trace)
 
     # Orders of the core
 
@@ -174,6 +180,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
+            traceparent=self._traceparent(DECODE_LEG),
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -192,10 +199,11 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
+            traceparent=self._traceparent(PREFILL_LEG),
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
-        self._prefill = self._send(order.prefill, [body], listener)
+        self._prefill = self._send(order.prefill, [body], listener, PREFILL_LEG)
 
     def start_alone(self, order: StartAlone) -> None:
         """Send the whole request to the decode node."""
@@ -371,6 +379,12 @@ class Exchange:
         assert self._sent is not None
         return sealed[:-1] + b',"prompt_token_ids":' + self._sent.ids() + b"}"
 
+    def _traceparent(self, span: bytes) -> str:
+        """For those who tell of the leg's transfer; empty when nobody asks for spans."""
+        if self._trace is None or not self._trace.is_sampled:
+            return ""
+        return self._trace.traceparent(span).decode()
+
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True
         self._sink.send_head(status, headers, len(body))
@@ -385,7 +399,7 @@ class Exchange:
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
         body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
-        self._decode = self._send(order.decode, body, self._answer)
+        self._decode = self._send(order.decode, body, self._answer, DECODE_LEG)
         self._answer.leg = self._decode
 
     def _send(
@@ -393,14 +407,18 @@ class Exchange:
         node: NodeDescription,
         body: Sequence[bytes | memoryview],
         listener: PrefillListener | DecodeAnswer,
+        span: bytes,
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
+        headers = self._shared_headers
+        if self._trace is not None:
+            headers += header_policy.trace_line(self._trace, span)
         head = header_policy.request_head(
             PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
-            self._shared_headers,
+            headers,
             size,
         )
         payload: list[bytes | memoryview] = [head, *body]

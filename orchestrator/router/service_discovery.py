@@ -1,0 +1,38 @@
+"""``GET /internal/http_sd``: where the cluster's metrics are, in the form that Prometheus asks for
+(``http_sd_configs``).
+
+https://prometheus.io/docs/prometheus/latest/http_sd/. Engines are named as long as they are
+members: one that is silent or draining is scraped, one that has died is not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from splitserve.orchestrator.router.errors import ApiError
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.core.router_core import RouterCore
+
+HTTP_SD_PATH = "/internal/http_sd"
+_HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
+
+
+def targets_of(core: RouterCore, asked_host: bytes | None) -> list[dict[str, Any]]:
+    """The router, by the name by which it was asked, and the engines. Raises ``ApiError`` 400 for
+    who does not say whom he asks.
+    """
+    host = (asked_host or b"").decode("latin-1")
+    if not _HOST.fullmatch(host):
+        raise ApiError(400, "send a Host header: it is the router's own address in the answer")
+    groups = [_group(host, "router", "router", "router")]
+    for name, node in sorted(core.membership.nodes.items()):
+        address = urlsplit(node.description.engine_url).netloc
+        groups.append(_group(address, node.role, name, node.description.pool))
+    return groups
+
+
+def _group(address: str, role: str, node: str, pool: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"role": role, "node": node, "pool": pool}}
