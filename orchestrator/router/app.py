@@ -131,7 +131,7 @@ async def start(
         spans = SpanPipe(tracing, config.router.port, config.model.name)
         metrics.count_traces(spans)
     log = RequestLog(log_stream, config.observability.timeline_requests, spans)
-    log.on_account = metrics.account_for
+    log.on_final.append(metrics.account_for)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
 
     recordings = Recordings()

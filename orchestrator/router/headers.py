@@ -3,12 +3,12 @@
 To both engines: everything the client sent (``traceparent``, ``user-agent``, its own headers)
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
-``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine), and
-``authorization``, in whose place the engine's own key goes. Where the router takes part in traces,
-each leg gets a ``traceparent`` of its own instead of the client's, and ``tracestate`` goes along
-only with a trace that is continued. ``x-request-id`` is the client's when
-it is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and
-in the answer.
+``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
+``x-splitserve-timing`` (a wish to the router), and ``authorization``, in whose place the engine's
+own key goes. Where the router takes part in traces, each leg gets a ``traceparent`` of its own
+instead of the client's, and ``tracestate`` goes along only with a trace that is continued.
+``x-request-id`` is the client's when it is printable ASCII of at most 128 characters, else the
+router's; it is the same on both legs and in the answer.
 
 Back to the client: everything the decode engine sent except hop-by-hop headers, ``content-length``
 (set anew), ``date`` and ``server``.

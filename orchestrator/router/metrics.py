@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.request_log import Account
     from splitserve.orchestrator.router.span_pipe import SpanPipe
+    from splitserve.orchestrator.router.token_counts import Tally
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BYTES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**30, 2**32, 2**34)
@@ -147,7 +148,7 @@ class RouterMetrics:
         if timeline.last_data is not None:
             self._duration.observe(timeline.last_data - received)
 
-    def account_for(self, timeline: Timeline, account: Account) -> None:
+    def account_for(self, timeline: Timeline, tally: Tally, account: Account) -> None:
         """It is known where the time of a request went."""
         if timeline.first_dispatched is None and timeline.queued is None:
             return  # Refused at once.

@@ -69,10 +69,10 @@ class RequestLog:
     def __init__(
         self, stream: IO[bytes] | None, kept_requests: int, spans: SpanPipe | None = None
     ) -> None:
-        self.on_account: Callable[[Timeline, Account], None] | None = None
-        """Who wants to know where each request's time went, once that is known."""
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        """Who wants each request's record, when its line is written or would be."""
+        self.on_final: list[Callable[[Timeline, Tally, Account], None]] = []
+        """Who wants to know where each request's time went, once that is known or not waited for
+        any more.
+        """
         self._stream = stream
         self._spans = spans
         """Who makes spans of the requests that are traced."""
@@ -104,6 +104,13 @@ class RequestLog:
     def latest(self, count: int) -> list[dict[str, Any]]:
         """The latest timelines, oldest first."""
         return [self._record(entry) for entry in list(self._kept)[-count:]]
+
+    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
+        """A request that has ended as the log shows it, by what is known now."""
+        for entry in reversed(self._kept):
+            if entry.timeline is timeline:
+                return self._record(entry)
+        return self._record(Entry(timeline, tally))
 
     def flush(self) -> None:
         """Everything added so far is written."""
@@ -147,14 +154,12 @@ class RequestLog:
         lines: list[bytes] = []
         traced: list[bytes] = []
         for entry, account in entries:
-            if self.on_account is not None:
-                self.on_account(entry.timeline, account)
+            for tell in self.on_final:
+                tell(entry.timeline, entry.tally, account)
             is_traced = self._spans is not None and entry.tally.is_traced
-            if self._stream is None and not self.listeners and not is_traced:
+            if self._stream is None and not is_traced:
                 continue
             record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
-            for listener in self.listeners:
-                listener(record)
             line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
             lines.append(line)
             if is_traced:
@@ -227,7 +232,7 @@ def as_record(
     received, transfer = timeline.received, account.transfer
 
     def after(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - received) * 1000, 3)
+        return None if moment is None else round((moment - received) * 1e6) / 1000
 
     trace = tally.trace
     return {

@@ -49,46 +49,49 @@ def parts_of(moments: Moments) -> dict[str, float]:
     """Milliseconds of each part, in their order. All of them add up to the whole time; of a
     streamed answer, those before ``decode`` add up to the time to the first data.
     """
-    received = moments.received
-    end_ms = max(0.0, after(moments.ended, received))
-    limit_ms = end_ms
-    if moments.is_streaming and moments.first_data is not None:
-        limit_ms = min(end_ms, max(0.0, after(moments.first_data, received)))
+    (received, ended, is_streaming, dispatched, redispatched, started, computed, landed, first) = (
+        moments
+    )
+    at, limit = received, max(ended, received)
+    if is_streaming and first is not None:
+        limit = min(limit, max(first, received))
     parts: dict[str, float] = {}
-    at = 0.0
-    for name, moment in _marks(moments):
+    so_far_us = 0
+
+    def until(part: str, moment: float | None) -> bool:
+        """The part ends then; with None it is the one in which the request ended."""
+        nonlocal at, so_far_us
         if moment is None:
-            parts[name] = round(end_ms - at, 3)
+            at = max(ended, received)
+        elif moment > at:
+            at = min(moment, limit)
+        until_us = round((at - received) * 1e6)
+        parts[part] = (until_us - so_far_us) / 1000
+        so_far_us = until_us
+        return moment is not None
+
+    if not until("queue", dispatched):
+        return parts
+    if redispatched is not None:
+        until("retry", redispatched)
+    if landed is not None:
+        if started is not None:
+            until("reserve", started)
+        if computed is not None:
+            until("prefill", computed)
+            until("transfer_exposed", landed)
+        else:
+            until("prefill", landed)
+        if is_streaming and not until("first_step", first):
             return parts
-        until = min(max(after(moment, received), at), limit_ms)
-        parts[name] = round(until - at, 3)
-        at = until
-    parts["decode"] = round(end_ms - at, 3)
+    elif not is_streaming:
+        # Who computed the prompt is not known, nor when.
+        until("answer", None)
+        return parts
+    elif not until("prefill", first):
+        return parts
+    until("decode", None)
     return parts
-
-
-def _marks(moments: Moments) -> list[tuple[str, float | None]]:
-    """(part, when it ended); None for the part in which the request ended."""
-    marks = [("queue", moments.dispatched)]
-    if moments.dispatched is None:
-        return marks
-    if moments.redispatched is not None:
-        marks.append(("retry", moments.redispatched))
-    if moments.landed is None:
-        # Who computed the prompt is not known, and of an unstreamed answer not when.
-        is_told = moments.is_streaming
-        marks.append(("prefill", moments.first_data) if is_told else ("answer", None))
-        return marks
-    if moments.prefill_started is not None:
-        marks.append(("reserve", moments.prefill_started))
-    if moments.prefill_ended is not None:
-        marks.append(("prefill", moments.prefill_ended))
-        marks.append(("transfer_exposed", moments.landed))
-    else:
-        marks.append(("prefill", moments.landed))
-    if moments.is_streaming:
-        marks.append(("first_step", moments.first_data))
-    return marks
 
 
 def overlap_of(
@@ -107,4 +110,4 @@ def overlap_of(
 
 def after(moment: float, start: float) -> float:
     """Milliseconds, to the microsecond."""
-    return round((moment - start) * 1000, 3)
+    return round((moment - start) * 1e6) / 1000
