@@ -1,7 +1,8 @@
 """``GET /internal/http_sd``: where the cluster's metrics are, in the form that Prometheus asks for
 (``http_sd_configs``).
 
-https://prometheus.io/docs/prometheus/latest/http_sd/. Engines are named as long as they are
+https://prometheus.io/docs/prometheus/latest/http_sd/. The router's own target has no label that its
+metrics have, too: Prometheus would rename those. Engines are named as long as they are
 members: one that is silent or draining is scraped, one that has died is not.
 """
 
@@ -27,12 +28,14 @@ def targets_of(core: RouterCore, asked_host: bytes | None) -> list[dict[str, Any
     host = (asked_host or b"").decode("latin-1")
     if not _HOST.fullmatch(host):
         raise ApiError(400, "send a Host header: it is the router's own address in the answer")
-    groups = [_group(host, "router", "router", "router")]
+    groups: list[dict[str, Any]] = [{"targets": [host], "labels": {"component": "router"}}]
     for name, node in sorted(core.membership.nodes.items()):
         address = urlsplit(node.description.engine_url).netloc
-        groups.append(_group(address, node.role, name, node.description.pool))
+        labels = {
+            "component": "engine",
+            "role": node.role,
+            "node": name,
+            "pool": node.description.pool,
+        }
+        groups.append({"targets": [address], "labels": labels})
     return groups
-
-
-def _group(address: str, role: str, node: str, pool: str) -> dict[str, Any]:
-    return {"targets": [address], "labels": {"role": role, "node": node, "pool": pool}}

@@ -214,12 +214,12 @@ async def test_prometheus_finds_router_and_engines() -> None:
         own = cluster.url.removeprefix("http://")
         assert groups[0] == {
             "targets": [own],
-            "labels": {"role": "router", "node": "router", "pool": "router"},
+            "labels": {"component": "router"},
         }
         assert groups[1:] == [
             {
                 "targets": [f"127.0.0.1:{cluster.engines[name].port}"],
-                "labels": {"role": role, "node": name, "pool": role},
+                "labels": {"component": "engine", "role": role, "node": name, "pool": role},
             }
             for name, role in (("d0", "decode"), ("p0", "prefill"))
         ]
