@@ -53,6 +53,8 @@ class SpanSender(Generic[T]):
         self._queue: queue.Queue[T | None] = queue.Queue(QUEUE_LIMIT_ITEMS)
         self._exported = self._failed = self._dropped = 0
         self._is_failing = False
+        self._has_complained = False
+        """Of an item that gives no spans; said of the first."""
         self._ends_at: float | None = None
         self._reasons = _Reasons()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
@@ -107,20 +109,32 @@ class SpanSender(Generic[T]):
         return batch, True
 
     def _export(self, batch: list[T]) -> None:
+        spans: list[ReadableSpan] = []
+        made = 0
+        for item in batch:
+            try:
+                spans += self._make_spans(item)
+                made += 1
+            except Exception as error:
+                # Whatever it is, the others are sent
+                if not self._has_complained:
+                    _log.error("no spans can be made of %.200r: %r", item, error)
+                self._has_complained = True
+        self._failed += len(batch) - made
+        if not spans:
+            return
         try:
-            spans = [span for item in batch for span in self._make_spans(item)]
-            result = self._exporter.export(spans) if spans else SpanExportResult.SUCCESS
+            result = self._exporter.export(spans)
         except Exception as error:
-            # Whatever it is, requests go on, and so do the next spans
             self._reasons.latest = repr(error)
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self._exported += len(batch)
+            self._exported += made
             if self._is_failing:
                 _log.warning("the collector at %s takes spans again", self._url)
             self._is_failing = False
             return
-        self._failed += len(batch)
+        self._failed += made
         if not self._is_failing:
             _log.warning(
                 "the collector at %s (observability.tracing.otlp_endpoint) takes no spans: %s; "
