@@ -45,6 +45,20 @@ class Admission(Flipping):
         )
         return effects
 
+    def admit_at_once(self, request: Request, now: float) -> list[Effect]:
+        """Start a request that needs no KV, or refuse it: it never waits, and no more of them are
+        out together than may wait.
+        """
+        out = sum(node.placed_at_once for node in self.membership.nodes.values())
+        limit = self.limits.queue_limit_requests
+        if out >= limit:
+            message = f"{limit} such requests are being answered (router.queue_limit_requests)"
+            return self._end_with_error(request, 429, message, now, retry_after_s=1)
+        effects = self._try_place(request, now)
+        if effects:
+            return effects
+        return self._end_with_error(request, 503, self.why_no_node(request), now, retry_after_s=5)
+
     def answer_full(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = (
             f"{self.queue.size} requests are waiting already (router.queue_limit_requests): "
