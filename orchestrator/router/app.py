@@ -25,8 +25,8 @@ from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
 from splitserve.orchestrator.router.cache_watch import CacheWatch
-from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, FORWARDED_NAMES
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.http_server import HttpServer
 from splitserve.orchestrator.router.metrics import RouterMetrics
@@ -119,6 +119,8 @@ async def start(
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
         log.add(timeline, tally)
+        if timeline.endpoint in FORWARDED_NAMES:
+            return
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if autotune is not None:
@@ -141,6 +143,7 @@ async def start(
         cache,
         recordings,
         autotune,
+        config.decode.engine_args.adapters,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import orjson
 
+from splitserve.orchestrator.router.endpoints import MESSAGES, RESPONSES
+
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -42,14 +44,16 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        """The JSON body."""
+    def body(self, endpoint: str = "") -> bytes:
+        """The JSON body, as clients of that endpoint expect it."""
         error = {
             "message": self.message,
             "type": _TYPES.get(self.status, "InternalServerError"),
             "param": self.param,
             "code": self.status,
         }
+        if endpoint == MESSAGES:
+            return orjson.dumps({"type": "error", "error": error})
         return orjson.dumps({"error": error})
 
     def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
@@ -63,6 +67,13 @@ class ApiError(Exception):
             headers.append((b"www-authenticate", b"Bearer"))
         return headers
 
-    def event(self) -> bytes:
+    def event(self, endpoint: str = "") -> bytes:
         """The same as a server-sent event."""
+        if endpoint == MESSAGES:
+            return b"event: error\ndata: " + self.body(endpoint) + b"\n\n"
+        if endpoint == RESPONSES:
+            # Clients of OpenAI's read `error`, the documentation has the rest
+            told = {"type": "error", "code": str(self.status), "message": self.message}
+            data = orjson.dumps(told)[:-1] + b"," + self.body()[1:]
+            return b"event: error\ndata: " + data + b"\n\n"
         return b"data: " + self.body() + b"\n\n"

@@ -14,10 +14,10 @@ from router_stubs.engine import DONE, Asked, send, stream
 from splitserve.orchestrator.router.prompt_usage import (
     LINE_LIMIT_BYTES,
     WholeLines,
-    cached_in,
-    with_cached,
+    figure_of,
 )
 
+FIGURE = figure_of("completions")
 FIELD = '"prompt_tokens_details":{"cached_tokens":'
 IN_A_TEXT = json.dumps({"text": FIELD + "5}"}).encode()
 
@@ -35,17 +35,17 @@ def answer(cached: int | None, text: str = "4") -> bytes:
 
 def test_a_figure_is_found() -> None:
     """As the engine wrote it; null where there is none."""
-    assert cached_in(answer(256)) == b"256"
-    assert cached_in(answer(None)) == cached_in(b"") == cached_in(IN_A_TEXT) == b"null"
+    assert FIGURE.read(answer(256)) == b"256"
+    assert FIGURE.read(answer(None)) == FIGURE.read(b"") == FIGURE.read(IN_A_TEXT) == b"null"
 
 
 def test_a_figure_is_replaced() -> None:
     """With what stands around it unchanged, and the last one only; a text is no figure."""
     more = json.dumps(usage(300, created=None), separators=(",", ":")).encode()
-    assert json.loads(with_cached(more, b"7")) == usage(7, created=None)
-    assert with_cached(answer(300) + answer(1), b"20") == answer(300) + answer(20)
+    assert json.loads(FIGURE.written(more, b"7")) == usage(7, created=None)
+    assert FIGURE.written(answer(300) + answer(1), b"20") == answer(300) + answer(20)
     for text in (b"", IN_A_TEXT, answer(None)):
-        assert with_cached(text, b"7") == text
+        assert FIGURE.written(text, b"7") == text
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 1000])
