@@ -240,11 +240,10 @@ async def test_a_streamed_response(piece_bytes: int) -> None:
     async with stub_cluster("p0", "d0") as cluster:
 
         async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
-            if asked.body["kv_transfer_params"]["role"] == "prefill":
+            if "request_id" not in asked.body:
                 await send(writer, 200, b"{" + usage(7) + b"}")
             else:
-                answered = cluster.router.core.requests
-                await until(lambda: all(not r.has_prefill_leg for r in answered.values()))
+                await prefill_answered(cluster)
                 await stream(writer, events(299), piece_bytes)
 
         for engine in cluster.engines.values():
