@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.flipping import Flipping
 from splitserve.orchestrator.core.lifecycle import Trigger
+from splitserve.orchestrator.core.placing import is_choosy
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Effect
@@ -41,7 +42,10 @@ class Admission(Flipping):
         first = self.queue.first()
         assert first is not None
         self._may_place = self.queue.size > 1 and (
-            self.needs_no_slot(request) or first is request or bool(first.tried)
+            self.needs_no_slot(request)
+            or first is request
+            or bool(first.tried)
+            or is_choosy(first)
         )
         return effects
 
