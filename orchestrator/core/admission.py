@@ -42,10 +42,7 @@ class Admission(Flipping):
         first = self.queue.first()
         assert first is not None
         self._may_place = self.queue.size > 1 and (
-            self.needs_no_slot(request)
-            or first is request
-            or bool(first.tried)
-            or is_choosy(first)
+            self.needs_no_slot(request) or first is request or bool(first.tried) or is_choosy(first)
         )
         return effects
 

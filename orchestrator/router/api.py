@@ -32,6 +32,7 @@ from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import Exchange
 from splitserve.orchestrator.router.forwarding import Forwarding, is_json, is_stored_response
 from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
+from splitserve.orchestrator.router.openapi import OPENAPI_PATH, document
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
@@ -103,9 +104,11 @@ class Api:
         self._started_unix_s = int(time.time())
         self._life = secrets.token_hex(4)
         self._count = 0
+        self._document = document(has_cache=cache is not None, wants_keys=tenants.are_required)
         self._routes: dict[tuple[str, str], Route] = {
             ("GET", "/v1/models"): self._list_models,
             ("GET", "/health"): self._health,
+            ("GET", OPENAPI_PATH): self._describe,
             ("GET", "/ping"): self._ping,
             ("POST", "/ping"): self._ping,
             ("GET", "/metrics"): self._show_metrics,
@@ -146,6 +149,11 @@ class Api:
             is_message = request.path.startswith(PATHS[MESSAGES])
             body = error.body(MESSAGES if is_message else "")
             connection.answer(error.status, error.headers(request_id), body)
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """(method, path) of everything whose path names nothing."""
+        return list(self._routes)
 
     def admit(self, path: str, headers: RawHeaders) -> None:
         """Before a request's body is read. Raises ``ApiError`` for who must not send one."""
@@ -282,6 +290,9 @@ class Api:
         is_ready = self._driver.core.membership.usable("decode")
         connection.answer(200 if is_ready else 503, [], b"")
 
+    def _describe(self, request: HttpRequest, connection: HttpConnection) -> None:
+        connection.answer(200, JSON, self._document)
+
     def _show_metrics(self, request: HttpRequest, connection: HttpConnection) -> None:
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         connection.answer(200, headers, self._metrics.render())
@@ -349,12 +360,23 @@ class Api:
             raise ApiError(401, "this is for operators, who have the token that `up` has left")
 
     def _no_such_route(self, request: HttpRequest) -> ApiError:
-        methods = self._methods.get(request.path)
+        path = request.path
+        methods = self._methods.get(path) or _methods_of(path)
         if methods:
-            return ApiError(405, f"{request.path} takes {' and '.join(methods)} only")
-        message = f"there is no {request.method} {request.path} here"
-        hint = ASK_ELSEWHERE.get(request.path)
+            message = f"{path} takes {' and '.join(methods)} only"
+            return ApiError(405, message, allow=", ".join(methods))
+        message = f"there is no {request.method} {path} here"
+        hint = ASK_ELSEWHERE.get(path)
         return ApiError(404, f"{message}; {hint}" if hint else message)
+
+
+def _methods_of(path: str) -> list[str]:
+    """What paths take that name something; none for a path that is not served."""
+    if path.startswith(TIMELINE_PATH):
+        return ["GET"]
+    if ordered_node(path):
+        return ["POST"]
+    return [method for method in ("GET", "POST") if is_stored_response(method, path)]
 
 
 def _is_about_cache(path: str) -> bool:

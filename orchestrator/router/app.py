@@ -72,6 +72,7 @@ class Router:
     log: RequestLog
     port: int
     recordings: Recordings
+    api: Api
     _server: HttpServer
     _websockets: web.Server
     _watch: CacheWatch | None = None
@@ -171,6 +172,7 @@ async def start(
         log,
         port,
         recordings,
+        api,
         server,
         websockets,
         watch,

@@ -37,12 +37,15 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: int | None = None,
+        allow: str = "",
     ) -> None:
+        """``allow`` names the methods that a path takes, with a 405."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow
 
     def body(self, endpoint: str = "") -> bytes:
         """The JSON body, as clients of that endpoint expect it."""
@@ -63,6 +66,8 @@ class ApiError(Exception):
             headers.append((b"x-request-id", request_id.encode()))
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        if self.allow:
+            headers.append((b"allow", self.allow.encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers

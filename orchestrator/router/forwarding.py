@@ -132,11 +132,9 @@ def is_stored_response(method: str, path: str) -> bool:
     if not path.startswith(RESPONSE_PREFIX):
         return False
     name = path.removeprefix(RESPONSE_PREFIX)
-    if method == "POST" and name.endswith(CANCEL_SUFFIX):
-        name = name.removesuffix(CANCEL_SUFFIX)
-    elif method != "GET":
-        return False
-    return bool(name) and "/" not in name
+    if name.endswith(CANCEL_SUFFIX):
+        return method == "POST" and "/" not in name.removesuffix(CANCEL_SUFFIX)
+    return method == "GET" and bool(name) and "/" not in name
 
 
 def with_query(path: str, query: str) -> str:
