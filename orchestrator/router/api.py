@@ -202,8 +202,8 @@ class Api:
         body = read_client_request(endpoint, request.body, self._models, adapters)
         body.can_continue = body.can_continue and endpoint in self._continuable
         adapter = body.fields.get("model") if adapters else None
-        if adapter == self._served_name:
-            adapter = None
+        if type(adapter) is not str or adapter == self._served_name:
+            adapter = ""
         own_id = self._new_id()
         client_id = header_policy.request_id_of(client_request_id, own_id)
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
@@ -237,7 +237,7 @@ class Api:
             body.can_continue,
             marks.digests,
             marks.prompt_bytes,
-            adapter=adapter or "",
+            adapter=adapter,
             bound_to=holder,
         )
         if self._recordings.are_on:

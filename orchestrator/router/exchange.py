@@ -7,6 +7,7 @@ next legs ask for what is left, and the client sees one answer (``sent_tokens``)
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,8 +25,10 @@ from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
 from splitserve.orchestrator.router.prompt_usage import (
     RESPONSE_LINE_LIMIT_BYTES,
     UNKNOWN,
+    WAIT_LIMIT_S,
+    Cached,
     WholeLines,
-    figure_of,
+    figures_of,
 )
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
@@ -70,21 +73,37 @@ class Sink(Protocol):
         """Close the connection so that the client sees an incomplete answer."""
 
 
+class LateEnd:
+    """The end of an answer that waits."""
+
+    __slots__ = ("data", "is_finished", "is_last", "is_whole", "timer")
+
+    def __init__(self, data: bytes, is_last: bool, *, is_whole: bool) -> None:
+        self.data = data
+        self.is_last = is_last
+        self.is_whole = is_whole
+        self.is_finished = False
+        """Nothing comes behind it."""
+        self.timer: asyncio.TimerHandle
+
+
 class Exchange:
     """A request, its legs and its answer. The driver calls the orders; the legs call back."""
 
     __slots__ = (
         "_answer",
+        "_awaits_cached",
         "_cached",
         "_decode",
         "_driver",
-        "_figure",
+        "_figures",
         "_is_answered",
         "_is_event_stream",
         "_is_over",
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_late",
         "_marks",
         "_name_response",
         "_prefill",
@@ -130,12 +149,16 @@ class Exchange:
         self._sink = sink
         self._tenant_tag = tenant_tag
         self._name_response = name_response
-        self._figure = figure_of(request.endpoint)
+        self._figures = figures_of(request.endpoint)
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
-        self._cached: bytes | None = None
+        self._cached: Cached | None = None
         """How much of the client's prompt the prefill engine had, None when none computed it."""
+        self._awaits_cached = False
+        """It has not told yet."""
+        self._late: LateEnd | None = None
+        """The answer's end, while it waits for that."""
         self._prompt_tokens: int | None = None
         """As the prefill engine counts them."""
         self._is_answered = False
@@ -193,6 +216,7 @@ class Exchange:
         on_answer = None
         if not self._resumed_tokens:
             self._cached, on_answer = UNKNOWN, self._note_prefill
+            self._awaits_cached = True
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -238,11 +262,13 @@ class Exchange:
         """Close the leg's connection."""
         if leg == "prefill" and self._prefill is not None:
             self._prefill.cancel()
+            self._send_late()
         if leg == "decode" and self._decode is not None:
             self._decode.cancel()
 
     def answer_error(self, order: AnswerError) -> None:
         """An error status, an error event in a stream, or a broken-off answer."""
+        self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
             body = error.body(self._request.endpoint)
@@ -320,8 +346,10 @@ class Exchange:
         return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
-        """The client has its whole answer; said once."""
-        if not self._is_over:
+        """The client has its whole answer, or gets it when its end need not wait; said once."""
+        if self._late is not None:
+            self._late.is_finished = True
+        elif not self._is_over:
             self._is_over = True
             self._sink.finish()
 
@@ -340,19 +368,57 @@ class Exchange:
             return WholeLines(RESPONSE_LINE_LIMIT_BYTES)
         return WholeLines() if self._request.wants_usage else None
 
-    def with_cached(self, data: bytes) -> bytes:
-        """The decode engine's bytes with the right count of cached tokens."""
-        return data if self._cached is None else self._figure.written(data, self._cached)
+    def relay(self, data: bytes, is_last: bool) -> None:
+        """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
+        if self._late is not None:
+            self._late.data += data
+            self._late.is_last = is_last
+        elif self._cached is None:
+            self.send_answer_body(data, is_last)
+        elif self._awaits_cached and self._figures.are_in(data):
+            self._hold(LateEnd(data, is_last, is_whole=False))
+        else:
+            self.send_answer_body(self._figures.written(data, self._cached), is_last)
+
+    def relay_whole(self, body: bytes) -> None:
+        """The same with an answer that is not streamed, and its head."""
+        if self._awaits_cached and self._figures.are_in(body):
+            self._hold(LateEnd(body, is_last=True, is_whole=True))
+            return
+        if self._cached is not None:
+            body = self._figures.written(body, self._cached)
+        self.send_answer_head(len(body))
+        self.send_answer_body(body, True)
+
+    def _hold(self, late: LateEnd) -> None:
+        late.timer = asyncio.get_running_loop().call_later(WAIT_LIMIT_S, self._send_late)
+        self._late = late
+
+    def _send_late(self) -> None:
+        """What is known by now of the count has to do."""
+        self._awaits_cached = False
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.timer.cancel()
+        if late.is_whole:
+            self.relay_whole(late.data)
+        else:
+            self.relay(late.data, late.is_last)
+        if late.is_finished:
+            self.finish_answer()
 
     def listens_to(self, answer: DecodeAnswer) -> bool:
         """Whether that is the answer that the client is to have, and has not had."""
         return self._answer is answer and not self._is_over
 
     def _note_prefill(self, answer: bytes) -> None:
-        self._cached = self._figure.read(answer)
+        self._cached = self._figures.read(answer)
         self._prompt_tokens = usage_in(answer).prompt
+        self._send_late()
 
     def _send_tail(self, sent: SentTokens) -> None:
+        self._send_late()
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)
         self.finish_answer()
 

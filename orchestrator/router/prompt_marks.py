@@ -65,9 +65,12 @@ _NO_MARKS_FOR: Final = frozenset(
         "previous_input_messages",
         "prompt",
         "truncation",
+        "model",
     }
 )
-"""Reasons not to split a request that also part its tokens from its bytes."""
+"""Reasons not to split a request that also part its tokens from its bytes, or leave nothing to be
+read.
+"""
 
 
 class Marks(NamedTuple):

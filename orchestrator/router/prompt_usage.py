@@ -1,10 +1,11 @@
-"""The count of cached tokens in the ``usage`` of a split request
-(``prompt_tokens_details.cached_tokens`` and its like).
+"""The count of cached tokens in the ``usage`` of a split request: ``prompt_tokens_details`` and its
+like at the other endpoints.
 
-A decode engine counts all of a prompt that it was sent as cached. What nobody had to compute is the
-prefill engine's to know: its figure is put in the place of the other one. When it is not known (the
-prefill engine has not answered yet or does not tell), the figure is null, as in an engine that does
-not count.
+A decode engine counts all of a prompt that it was sent as cached, and nothing as put into its
+cache. What nobody had to compute is the prefill engine's to know: its figures are put in the place
+of the others. An answer that is complete before the prefill engine's is held back for it, at most
+``WAIT_LIMIT_S``. When the figures are not known by then, or the prefill engine does not tell, they
+are null, as in an engine that does not count.
 
 Only these bytes are looked for: in JSON they cannot be part of a text, whose quotes are escaped.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from splitserve.orchestrator.router.endpoints import MESSAGES, RESPONSES
 
@@ -21,83 +22,127 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ENDS = b",}"
-UNKNOWN = b"null"
+WAIT_LIMIT_S = 1.0
+"""Longest that the end of an answer waits for the prefill engine's figures."""
 LINE_LIMIT_BYTES = 64 * 1024
 """Most of an unfinished line of a stream that is held back; no count of tokens is so long."""
 RESPONSE_LINE_LIMIT_BYTES = 16 * 2**20
 """The same where the line with the count brings the whole answer once more."""
 
 
-class CachedFigure(Protocol):
-    """How one endpoint's answers say how much of the prompt was cached."""
+class Cached(NamedTuple):
+    """An engine's figures, as it wrote them."""
 
-    def read(self, answer: bytes) -> bytes:
-        """The last such figure in a prefill engine's answer, as it wrote it, or ``UNKNOWN``."""
+    cached: bytes
+    created: bytes
 
-    def written(self, data: bytes, cached: bytes) -> bytes:
-        """The last such figure in ``data``, whole lines or a whole body, is ``cached``."""
+
+UNKNOWN = Cached(b"null", b"null")
+
+
+class CachedFigures(Protocol):
+    """How the answers of one endpoint tell these figures."""
+
+    def are_in(self, data: bytes) -> bool:
+        """Whether there are such figures in these bytes."""
+
+    def read(self, answer: bytes) -> Cached:
+        """The last such figures in a prefill engine's answer, or ``UNKNOWN``."""
+
+    def written(self, data: bytes, figures: Cached) -> bytes:
+        """The last such figures in ``data``, whole lines or a whole body, are those."""
 
 
 @dataclass(frozen=True)
-class _Field:
-    """A figure behind a name."""
+class _Details:
+    """Figures of their own behind a name."""
 
     name: bytes
+    created: bytes
+    """Name of the second one, if it follows at once."""
     unknown: bytes
     """What stands for a figure that is not known."""
 
-    def read(self, answer: bytes) -> bytes:
-        at = answer.rfind(self.name) + len(self.name)
-        return UNKNOWN if at < len(self.name) else answer[at : _end(answer, at)]
+    def are_in(self, data: bytes) -> bool:
+        return self.name in data
 
-    def written(self, data: bytes, cached: bytes) -> bytes:
+    def read(self, answer: bytes) -> Cached:
+        at = answer.rfind(self.name) + len(self.name)
+        if at < len(self.name):
+            return UNKNOWN
+        end = _end(answer, at)
+        created = UNKNOWN.created
+        if answer.startswith(self.created, end):
+            begin = end + len(self.created)
+            created = answer[begin : _end(answer, begin)]
+        return Cached(answer[at:end], created)
+
+    def written(self, data: bytes, figures: Cached) -> bytes:
         at = data.rfind(self.name) + len(self.name)
         if at < len(self.name):
             return data
-        cached = self.unknown if cached == UNKNOWN else cached
-        return data[:at] + cached + data[_end(data, at) :]
+        end = _end(data, at)
+        told = self._or_unknown(figures.cached)
+        if data.startswith(self.created, end):
+            told += self.created + self._or_unknown(figures.created)
+            end = _end(data, end + len(self.created))
+        return data[:at] + told + data[end:]
+
+    def _or_unknown(self, figure: bytes) -> bytes:
+        return self.unknown if figure == b"null" else figure
 
 
-class _ReadInput:
-    """Anthropic's: what was cached (``cache_read_input_tokens``) is not part of ``input_tokens``;
-    where it is not known it is left out.
+class _InputTokens:
+    """Anthropic's: what was cached or created is not part of ``input_tokens``; figures that are not
+    known are left out, and then it is.
     """
 
+    _start: Final = b'"usage":{"input_tokens":'
     _usage: Final = re.compile(
-        rb'"usage":\{"input_tokens":(\d+),"output_tokens":(\d+)(?:,"cache_creation_input_tokens":'
-        rb'(\d+))?,"cache_read_input_tokens":(\d+)'
+        rb'"usage":\{"input_tokens":(\d+),"output_tokens":(\d+)'
+        rb'(?:,"cache_creation_input_tokens":(\d+))?(?:,"cache_read_input_tokens":(\d+))?'
     )
 
-    def read(self, answer: bytes) -> bytes:
-        found = self._last(answer)
-        return UNKNOWN if found is None else found[4]
+    def are_in(self, data: bytes) -> bool:
+        return self._last(data) is not None
 
-    def written(self, data: bytes, cached: bytes) -> bytes:
+    def read(self, answer: bytes) -> Cached:
+        found = self._last(answer)
+        return UNKNOWN if found is None else Cached(found[4] or b"null", found[3] or b"null")
+
+    def written(self, data: bytes, figures: Cached) -> bytes:
         found = self._last(data)
         if found is None:
             return data
-        prompt = int(found[1]) + int(found[3] or 0) + int(found[4])
-        usage = b'"usage":{"input_tokens":%d,"output_tokens":%b' % (prompt, found[2])
-        if cached != UNKNOWN:
-            read = min(int(cached), prompt)
-            usage = b'"usage":{"input_tokens":%d,"output_tokens":%b,"cache_read_input_tokens":%d'
-            usage = usage % (prompt - read, found[2], read)
-        return data[: found.start()] + usage + data[found.end() :]
+        tokens = sum(int(found[place] or 0) for place in (1, 3, 4))
+        others = b""
+        for figure, name in ((figures.created, b"creation"), (figures.cached, b"read")):
+            if figure != b"null":
+                tokens -= int(figure)
+                others += b',"cache_%b_input_tokens":%b' % (name, figure)
+        told = b'%b%d,"output_tokens":%b%b' % (self._start, max(0, tokens), found[2], others)
+        return data[: found.start()] + told + data[found.end() :]
 
     def _last(self, data: bytes) -> re.Match[bytes] | None:
-        at = data.rfind(b'"usage":{"input_tokens":')
-        return self._usage.match(data, at) if at >= 0 else None
+        """The last usage that tells them."""
+        at = data.rfind(self._start)
+        found = self._usage.match(data, at) if at >= 0 else None
+        return found if found is not None and (found[3] or found[4]) else None
 
 
-_PROMPT_DETAILS: Final = _Field(b'"prompt_tokens_details":{"cached_tokens":', UNKNOWN)
-_OTHERS: Final[Mapping[str, CachedFigure]] = {
-    RESPONSES: _Field(b'"input_tokens_details":{"cached_tokens":', b"0"),
-    MESSAGES: _ReadInput(),
+_PROMPT_DETAILS: Final = _Details(
+    b'"prompt_tokens_details":{"cached_tokens":', b',"created_cache_tokens":', b"null"
+)
+_OTHERS: Final[Mapping[str, CachedFigures]] = {
+    RESPONSES: _Details(
+        b'"input_tokens_details":{"cached_tokens":', b',"cache_write_tokens":', b"0"
+    ),
+    MESSAGES: _InputTokens(),
 }
 
 
-def figure_of(endpoint: str) -> CachedFigure:
-    """How answers of that endpoint say it."""
+def figures_of(endpoint: str) -> CachedFigures:
+    """How answers of that endpoint tell them."""
     return _OTHERS.get(endpoint, _PROMPT_DETAILS)
 
 
