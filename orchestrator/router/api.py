@@ -36,6 +36,7 @@ from splitserve.orchestrator.router.openapi import OPENAPI_PATH, document
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
+from splitserve.orchestrator.router.request_log import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
@@ -184,6 +185,7 @@ class Api:
 
     def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
         authorization = content_type = client_request_id = None
+        wants_timing = False
         for name, value in request.headers:
             if name == b"authorization":
                 authorization = value
@@ -191,6 +193,8 @@ class Api:
                 content_type = value
             elif name == b"x-request-id":
                 client_request_id = value
+            elif name == b"x-splitserve-timing":
+                wants_timing = value == b"1"
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise ApiError(415, "send the body without Content-Encoding")
         tenant = self._tenants.authenticate(authorization)
@@ -225,6 +229,8 @@ class Api:
             marks,
             name_response,
         )
+        if wants_timing:
+            exchange.server_timing = self._server_timing
         connection.listener = exchange
         arrived = RequestArrived(
             own_id,
@@ -260,6 +266,14 @@ class Api:
     def _new_id(self) -> str:
         self._count += 1
         return f"{self._life}-{self._count:x}"
+
+    def _server_timing(self, request_id: str) -> bytes:
+        """That header's value when the answer begins: parts of the time until now."""
+        request = self._driver.core.requests.get(request_id)
+        if request is None:
+            return b""
+        known = self._agents.transfers.find(request_id)
+        return server_timing(request.timeline, known, time.monotonic())
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
         """Those of the prompt, if somebody could use them."""

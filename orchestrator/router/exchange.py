@@ -118,6 +118,7 @@ class Exchange:
         "_tenant_tag",
         "client_request_id",
         "id",
+        "server_timing",
     )
 
     def __init__(
@@ -138,6 +139,8 @@ class Exchange:
         """
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -331,6 +334,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
