@@ -10,7 +10,7 @@ from end_to_end.conformance.row import CHAT, COMPLETIONS
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 SPLIT = "split"
 ALONE = "alone_not_splittable"
-NO_PARTNER = "alone_no_prefill_node"
+NO_PARTNER = "alone_adapter"
 FORWARDED = "alone_other_endpoint"
 BY_ROUTER = ""
 WORDS = "Once upon a time there were two engines, and the first of them said to the other: "
