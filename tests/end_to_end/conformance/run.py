@@ -153,7 +153,7 @@ def counted(outcomes: Iterable[Outcome]) -> str:
     alone = sum(bool(outcome.row.alone) for outcome in outcomes)
     equal = sum(not outcome.problems for outcome in outcomes)
     return (
-        f"{equal} of {len(outcomes)} rows equal in {requests} requests ({refused} of them refused); "
+        f"{equal} of {len(outcomes)} rows equal in {requests} requests ({refused} refused); "
         f"{alone} rows answered by a decode node alone, "
         f"{sum(outcome.joined for outcome in outcomes)} streams asked for again"
     )
