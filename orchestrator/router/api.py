@@ -209,7 +209,9 @@ class Api:
         if type(adapter) is not str or adapter == self._served_name:
             adapter = ""
         own_id = self._new_id()
-        client_id = header_policy.request_id_of(client_request_id, own_id)
+        client_id = header_policy.request_id_of(
+            client_request_id or _named_by(body.fields.get("request_id")), own_id
+        )
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
         name_response, holder = None, ""
         if endpoint == RESPONSES:
@@ -399,6 +401,11 @@ def _is_about_cache(path: str) -> bool:
 
 def _text(header: bytes | None) -> str:
     return (header or b"").decode("latin-1")
+
+
+def _named_by(request_id: object) -> bytes | None:
+    """vLLM's field beside the header of the same meaning."""
+    return request_id.encode(errors="replace") if type(request_id) is str else None
 
 
 def _send_json(connection: HttpConnection, status: int, value: Any) -> None:

@@ -34,8 +34,6 @@ class Row:
     streamed_status: int | None = None
     """Where it differs."""
     forms: tuple[Form, ...] = BOTH
-    is_real: bool = False
-    """Asked of the real model too."""
 
     @property
     def key(self) -> str:

@@ -19,11 +19,30 @@ if TYPE_CHECKING:
     from end_to_end.conformance.row import Form, Row
 
 ROWS: list[Row] = [*PROMPTS, *GENERATION, *PARSING]
+REAL = frozenset(
+    {
+        "prompts, completions: a list of texts",
+        "prompts, completions: characters of several bytes",
+        "several answers, chat: n 3, a seed",
+        "logprobs and echo, completions: logprobs 5",
+        "streams and usage, chat: include_usage true, twice",
+        "length of the answer, chat: max_tokens 1",
+        "where it stops, completions: stop strings, not constrained",
+        "sampling, chat: greedy",
+        "sampling, completions: a seed",
+        "sampling, chat: frequency_penalty",
+        "structured outputs, chat: json_schema",
+        "structured outputs, completions: regex",
+    }
+)
+"""Rows that are asked of the real model too."""
+REAL_ROWS = [row for row in ROWS if row.key in REAL]
 TRIES = 4
 """How often a stream is asked for whose events were joined differently: an engine sends tokens that
 are ready together as one event.
 """
-ROWS_AT_A_TIME = 6
+ROWS_LIMIT = 6
+"""Rows that are asked at a time."""
 TIMELINE_LIMIT_S = 5.0
 
 
@@ -53,9 +72,9 @@ class Outcome:
     """Tries whose events were joined differently."""
 
 
-async def run(sides: Asked, rows: Iterable[Row]) -> dict[str, Outcome]:
-    """The outcome of every row, by its key."""
-    gate = asyncio.Semaphore(ROWS_AT_A_TIME)
+async def run(sides: Asked, rows: Iterable[Row], limit: int = ROWS_LIMIT) -> dict[str, Outcome]:
+    """The outcome of every row, by its key; ``limit`` of them are asked at a time."""
+    gate = asyncio.Semaphore(limit)
     numbers = itertools.count()
 
     async def one(row: Row) -> Outcome:
@@ -153,7 +172,7 @@ def counted(outcomes: Iterable[Outcome]) -> str:
     alone = sum(bool(outcome.row.alone) for outcome in outcomes)
     equal = sum(not outcome.problems for outcome in outcomes)
     return (
-        f"{equal} of {len(outcomes)} rows equal in {requests} requests ({refused} of them refused); "
+        f"{equal} of {len(outcomes)} rows equal in {requests} requests ({refused} refused); "
         f"{alone} rows answered by a decode node alone, "
         f"{sum(outcome.joined for outcome in outcomes)} streams asked for again"
     )

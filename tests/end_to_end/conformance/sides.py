@@ -145,9 +145,41 @@ class Sides:
 
     async def timeline(self, request_id: str) -> dict[str, Any]:
         """What the router knows of the request with that X-Request-Id; empty when it knows none."""
-        async with self.session.get(f"{self.split.url}/internal/timeline/{request_id}") as answer:
-            found: dict[str, Any] = await answer.json() if answer.status == 200 else {}
-        return found
+        return await timeline_of(self.session, self.split.url, request_id)
+
+
+@dataclass
+class OneCluster:
+    """A cluster whose prefill engine, asked without a transfer, is the plain engine. A salt of its
+    own keeps it from knowing the prompt because the cluster has been asked the same.
+    """
+
+    session: aiohttp.ClientSession
+    split: Split
+    engine_url: str
+
+    async def ask(
+        self, path: str, body: Any, headers: Mapping[str, str] | None = None
+    ) -> tuple[Reply, Reply]:
+        """The answers of cluster and engine, one after the other."""
+        url, told = self.split.url, headers or {}
+        found = await post(self.session, url + path, {**body, "cache_salt": "split"}, told)
+        url, told = self.engine_url, {**told, **self.split.key_of(self.engine_url)}
+        right = await post(self.session, url + path, {**body, "cache_salt": "plain"}, told)
+        return found, right
+
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        """As of ``Sides``."""
+        return await timeline_of(self.session, self.split.url, request_id)
+
+
+async def timeline_of(
+    session: aiohttp.ClientSession, router: str, request_id: str
+) -> dict[str, Any]:
+    """What a router knows of a request; empty when it knows none."""
+    async with session.get(f"{router}/internal/timeline/{request_id}") as answer:
+        found: dict[str, Any] = await answer.json() if answer.status == 200 else {}
+    return found
 
 
 async def post(
