@@ -37,6 +37,7 @@ def describe(
         fingerprint=dict(engine.fingerprint),
         host=socket.gethostname(),
         reports_prefixes=engine.reports_prefixes,
+        reports_transfers=engine.reports_transfers,
         uses_cache=engine.uses_cache,
         step_limit_tokens=engine.step_limit_tokens,
         running_limit_requests=engine.running_limit_requests,

@@ -66,6 +66,7 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
+        self._note_redispatch(request, now)
         hit = hits.get(node.description.incarnation, NO_HIT)
         request.choice = choice._replace(prefill=node, prefill_blocks=blocks, prefill_hit=hit)
         request.timeline.expected_cached_tokens = hit.counted_tokens
@@ -178,6 +179,7 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
+        self._note_redispatch(request, now)
         hit = hits.get(node.description.incarnation, NO_HIT)
         request.choice = choice._replace(decode=node, decode_blocks=blocks, decode_hit=hit)
         self._commit_decode(request, node, blocks, now)

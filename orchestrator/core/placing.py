@@ -225,6 +225,10 @@ class Placing(Suspecting, ABC):
         request.tried_prefill.clear()
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
+        if timeline.first_dispatched is None:
+            timeline.first_dispatched = now
+        else:
+            self._note_redispatch(request, now)
         timeline.prefill_node = ""
         expected = choice.decode_hit if choice.prefill is None else choice.prefill_hit
         timeline.expected_cached_tokens = expected.counted_tokens
@@ -234,6 +238,12 @@ class Placing(Suspecting, ABC):
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
+
+    @staticmethod
+    def _note_redispatch(request: Request, now: float) -> None:
+        """Legs leave that replace failed ones."""
+        if request.timeline.first_data is None:
+            request.timeline.redispatched = now
 
     def _serve(self, request: Request, choice: Choice) -> None:
         """The request, if it waits, leaves the queue at its tenant's cost: its tokens, but no more
@@ -361,6 +371,8 @@ class Placing(Suspecting, ABC):
 
     def _enter_queue(self, request: Request, now: float, *, is_first: bool = False) -> None:
         """Behind the others of its tenant; ``is_first``: before them."""
+        if request.timeline.queued is None:
+            request.timeline.queued = now
         may_pass = self.needs_no_slot(request)
         if is_first:
             self._waits_for_slot = False

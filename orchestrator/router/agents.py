@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from splitserve.kv_transfer.prefix_marks import split_digests
+from splitserve.kv_transfer.process_identity import boot_id
 from splitserve.orchestrator.agent import messages as msg
 from splitserve.orchestrator.agent.auth import is_agent_token
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.router.engine_client import EngineAddress
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.transfer_facts import TransferBook
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core import effects as ef
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +86,8 @@ class AgentHub:
         """What nodes that are not ready yet are doing, for people to read."""
         self.last_death: dict[str, msg.EngineDied] = {}
         self._secret = secret
+        self.transfers = TransferBook(boot_id())
+        """What nodes have told of transfers."""
         self._connections: dict[str, AgentConnection] = {}
         self._sockets: set[AgentConnection] = set()
 
@@ -114,6 +120,16 @@ class AgentHub:
             if not socket.closed:
                 connection.close("goodbye")
         return socket
+
+    def facts_of(self, timeline: ef.Timeline) -> RequestFacts | None:
+        """What nodes tell of the request's transfer, now or soon; None when nothing will come."""
+        if timeline.decision != "split":
+            return None
+        connection = self._connections.get(timeline.decode_node)
+        node = connection.description if connection is not None else None
+        if node is None or not node.reports_transfers:
+            return self.transfers.find(timeline.request_id)
+        return self.transfers.of(timeline.request_id)
 
     def close(self) -> None:
         """Tell all agents to come again (to the router that follows)."""
@@ -190,6 +206,8 @@ class AgentHub:
                 self.driver.tell(ev.NodeReported(frame))
             case msg.NodePrefixes():
                 self.driver.tell(_prefixes_reported(frame))
+            case msg.NodeTransfers():
+                self.transfers.take(frame, monotonic())
             case msg.LoadingProgress(node=node):
                 self.loading[node] = frame
             case msg.EngineDied(node=node, incarnation=incarnation, likely_cause=cause):

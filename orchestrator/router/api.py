@@ -25,6 +25,7 @@ from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, o
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
+from splitserve.orchestrator.router.request_log import server_timing
 from splitserve.orchestrator.router.status import audit_of, models_of, status_of
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Api:
 
     def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
         authorization = content_type = client_request_id = None
+        wants_timing = False
         for name, value in request.headers:
             if name == b"authorization":
                 authorization = value
@@ -158,6 +160,8 @@ class Api:
                 content_type = value
             elif name == b"x-request-id":
                 client_request_id = value
+            elif name == b"x-splitserve-timing":
+                wants_timing = value == b"1"
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise ApiError(415, "send the body without Content-Encoding")
         tenant = self._tenants.authenticate(authorization)
@@ -183,6 +187,8 @@ class Api:
             self._tenants.tag(tenant),
             marks,
         )
+        if wants_timing:
+            exchange.server_timing = self._server_timing
         connection.listener = exchange
         arrived = RequestArrived(
             own_id,
@@ -199,6 +205,14 @@ class Api:
         if self._recordings.are_on:
             self._recordings.arrived(own_id, recorded_marks)
         self._driver.admit(exchange, arrived)
+
+    def _server_timing(self, request_id: str) -> bytes:
+        """That header's value when the answer begins: parts of the time until now."""
+        request = self._driver.core.requests.get(request_id)
+        if request is None:
+            return b""
+        known = self._agents.transfers.find(request_id)
+        return server_timing(request.timeline, known, time.monotonic())
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
         """Those of the prompt, if somebody could use them."""

@@ -111,6 +111,7 @@ async def start(
     core = RouterCore(limits_of(config))
     metrics = RouterMetrics(core)
     log = RequestLog(log_stream, config.observability.timeline_requests)
+    log.on_final.append(metrics.account_for)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
     agents = AgentHub(secret)
 
@@ -118,7 +119,7 @@ async def start(
 
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
-        log.add(timeline, tally)
+        log.add(timeline, tally, agents.facts_of(timeline))
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if autotune is not None:

@@ -25,7 +25,7 @@ from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTo
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
@@ -93,6 +93,7 @@ class Exchange:
         "_tenant_tag",
         "client_request_id",
         "id",
+        "server_timing",
     )
 
     def __init__(
@@ -109,6 +110,8 @@ class Exchange:
     ) -> None:
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -291,6 +294,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:

@@ -3,8 +3,9 @@
 To both engines: everything the client sent (``traceparent``, ``user-agent``, its own headers)
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
-``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine), and
-``authorization``, in whose place the engine's own key goes. ``x-request-id`` is the client's when
+``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
+``x-splitserve-timing`` (a wish to the router), and ``authorization``, in whose place the engine's
+own key goes. ``x-request-id`` is the client's when
 it is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and
 in the answer.
 
@@ -44,6 +45,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"authorization",
     b"x-data-parallel-rank",
     b"x-request-id",
+    b"x-splitserve-timing",
 }
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
 

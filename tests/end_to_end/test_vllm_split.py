@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 from support.split_client import Split, start_split, stop_split
+from support.timelines import assert_whole_timeline, complete_record
 from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
@@ -126,6 +127,28 @@ async def test_text_equals_one_engine(split: Split) -> None:
     assert {r["outcome"] for r in records} == {"landed"}
     long = next(r for r in split.transfers("send") if r["prompt_tokens"] == 1025)
     assert long["first_write"] < long["last_layer"]
+
+
+async def test_a_timeline_has_every_part(split: Split) -> None:
+    """A streamed split request of several steps: the router's record has all moments in order,
+    parts that add up to the time to the first token, and every page.
+    """
+    (prompt,) = prompts([1200], seed=7)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    async with aiohttp.ClientSession(headers={"X-Request-Id": "whole"}) as session:
+        await split.forget_prefixes(session)
+        async with session.post(split.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200
+            assert b"[DONE]" in await answer.read()
+    record = await complete_record(split.url, "whole")
+    node = (await split.nodes())["decode-0"]
+    assert_whole_timeline(
+        record,
+        layers=LAYERS,
+        pages=LAYERS * -(-1200 // BLOCK),
+        page_bytes=node["kv_bytes_per_token"] * BLOCK // LAYERS,
+    )
+    assert record["transfer_hidden_ms"] > 0
 
 
 async def test_known_prefixes_are_not_sent_again(split: Split) -> None:
