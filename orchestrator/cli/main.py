@@ -6,6 +6,7 @@ from importlib import metadata
 
 import click
 
+from splitserve.orchestrator.cli.bench import bench
 from splitserve.orchestrator.cli.cache import cache
 from splitserve.orchestrator.cli.cache_advice import advise
 from splitserve.orchestrator.cli.config import config
@@ -41,7 +42,7 @@ def version() -> None:
 
 for command in (up, status, top, trace, down, drain, restart, flip, cache):
     main.add_command(command)
-for command in (profile, record, simulate_command, tune_command):
+for command in (bench, profile, record, simulate_command, tune_command):
     main.add_command(command)
 for command in (quickstart, model, config, doctor):
     main.add_command(command)

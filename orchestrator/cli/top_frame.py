@@ -1,8 +1,8 @@
 """What ``splitserve top`` shows: one frame from one answer of ``GET /internal/status``.
 
 Rates and times to the first token come from the timelines that the router sends along, its latest
-32: a request counts when it ends. Nothing is kept between frames, so the first one says as much as
-any other.
+ones: a request counts when it ends. Nothing is kept between frames, so the first one says as much
+as any other.
 
 Pure.
 """
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RATE_WINDOW_S = 10.0
 """Requests that ended so long ago at most make the rates."""
 LEAST_WINDOW_S = 0.1
+LATEST = 32
+"""Timelines in a status of a router that has that many."""
 LEAST_WIDTH = 60
 NAME_WIDTH = 11
 GAUGE_WIDTH = 9
@@ -146,7 +148,7 @@ def _rates(timelines: Sequence[dict[str, Any]], now: float) -> str:
     """
     recent = [t for t in timelines if now - ended_unix_s(t) <= RATE_WINDOW_S]
     window = RATE_WINDOW_S
-    if recent and len(recent) == len(timelines) > 1:
+    if len(recent) == len(timelines) >= LATEST:
         window = max(LEAST_WINDOW_S, min(window, now - min(map(ended_unix_s, recent))))
     prompt, answer = (
         sum(t.get(key) or 0 for t in recent) / window for key in ("prompt_tokens", "output_tokens")
