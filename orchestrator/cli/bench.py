@@ -84,7 +84,7 @@ class Wish:
 @click.option("--block-tokens", default=512, show_default=True, type=_positive,
     help="Tokens of a block in the trace.")  # fmt: skip
 @click.option("--request-rate", type=click.FloatRange(min=0, min_open=True), help="Requests per "
-    "second; a trace is made as much faster or slower. Default: all at once; a trace's own.")  # fmt: skip
+    "second; a trace is made as much faster or slower. Default: all at once; its own.")  # fmt: skip
 @click.option("--num-prompts", type=_positive, help="Requests to send: the first of a trace "
     f"(default: all of it), else {DEFAULT_REQUESTS}.")  # fmt: skip
 @click.option("--max-concurrency", type=_positive, help="Requests that run at a time.")
@@ -279,6 +279,7 @@ def _load_of(wish: Wish, limits: Sequence[int | None], folder: Path) -> Load:
             rate_per_s=wish.request_rate,
             count=wish.num_prompts,
             limit_tokens=limit_tokens,
+            limit_s=wish.limit_minutes * 60,
             folder=folder,
         )
     given = {

@@ -75,6 +75,7 @@ def trace_load(
     rate_per_s: float | None,
     count: int | None,
     limit_tokens: int | None,
+    limit_s: float,
     folder: Path,
 ) -> Load:
     """The first ``count`` requests of a trace, at its own times or, with a rate, as much faster or
@@ -93,9 +94,14 @@ def trace_load(
             requests = with_rate(requests, rate_per_s)
     except (TraceError, WorkloadError) as error:
         raise RefusedError(str(error)) from error
+    span_s = requests[-1].at_s - requests[0].at_s
+    if span_s > limit_s:
+        raise RefusedError(
+            f"--trace {path}: its requests come within {span_s / 60:.0f} minutes; replay the first "
+            "ones (--num-prompts), make it faster (--request-rate), or raise --limit-minutes"
+        )
     file = folder / "trace.jsonl"
     file.write_text("".join(_timed_lines(requests, block_tokens)))
-    span_s = requests[-1].at_s - requests[0].at_s
     notes = [
         f"replays {len(requests)} requests of {path} within {span_s:.0f} s "
         f"({rate_of(requests):.3g} per second), each at its own time"

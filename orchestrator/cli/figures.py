@@ -68,12 +68,13 @@ def gauge(share: float, width: int) -> str:
 
 
 def bar(begin: float, end: float, width: int) -> str:
-    """``width`` characters that are filled from ``begin`` to ``end``, both as shares of the width.
-    What is not nothing is seen: it has at least a sliver.
+    """``width`` characters, of which as many are filled as lie between ``begin`` and ``end``, both
+    shares of the width, from the character on in which ``begin`` is. What is not nothing is seen:
+    it has at least a sliver.
     """
     begin, end = (min(max(share, 0.0), 1.0) for share in (begin, end))
     first = min(int(begin * width), width - 1)
-    filled = round((end - first / width) * width * 8) if end > begin else 0
+    filled = round((end - begin) * width * 8)
     whole, rest = divmod(max(filled, 1 if end > begin else 0), 8)
     text = " " * first + "█" * whole + (_EIGHTHS[rest] if rest else "")
     return text[:width].ljust(width)

@@ -176,13 +176,13 @@ def _edge(parts: list[Part]) -> float:
     return max(part.end for part in parts)
 
 
-def _line(part: Part, end: float, room: int, style: str = "", text: str = "") -> Text:
+def _line(part: Part, end: float, room: int) -> Text:
     line = Text(f"{_WORDS.get(part.name, printable(part.name)):{LABEL_WIDTH}.{LABEL_WIDTH}}")
     line.append(f"{duration(part.begin):>10}{duration(part.end - part.begin):>9} ")
-    drawn = text or bar(part.begin / end if end else 0.0, part.end / end if end else 0.0, room)
+    drawn = bar(part.begin / end, part.end / end, room).rstrip() if end else ""
     if part.end > end * (1 + 1e-9):
-        drawn = drawn[:-1] + CUT_MARK
-    return line.append(drawn.rstrip(), style or _STYLES.get(part.name, "cyan"))
+        drawn = drawn[:-1] + CUT_MARK.rjust(room - len(drawn) + 1, "█")
+    return line.append(drawn, _STYLES.get(part.name, "cyan"))
 
 
 def _layer_writes(record: dict[str, Any], end: float, room: int) -> Iterator[Text]:
