@@ -252,13 +252,12 @@ def _incidents(status: dict[str, Any], width: int) -> Iterator[Text]:
 
 
 def _incident(item: dict[str, Any]) -> str:
-    """What it says, whichever of its keys say it."""
+    """When it happened last, what, where and how often."""
     at = item.get("at_unix_s")
     words = [clock(at)] if isinstance(at, int | float) else []
-    words += [
-        str(item[key]) for key in ("kind", "node", "what", "message", "text") if item.get(key)
-    ]
-    return printable(" ".join(words))
+    words += [str(item.get("kind", "")).replace("_", " "), str(item.get("node") or "router")]
+    often = f" ({item['count']}x)" if (item.get("count") or 1) > 1 else ""
+    return printable(f"{' '.join(words)}: {item.get('text', '')}{often}")
 
 
 def clock(unix_s: float) -> str:

@@ -198,6 +198,7 @@ def _layer_writes(record: dict[str, Any], end: float, room: int) -> Iterator[Tex
 
 
 _MARKS = {
+    "redispatched_ms": "sent again",
     "first_data_ms": "first data",
     "reserved_ms": "reserved",
     "granted_ms": "granted",

@@ -368,8 +368,8 @@ def test_another_server_gets_the_same_in_turns(
     [
         (["--goodput", "itl:3"], "NAME:MILLISECONDS"),
         (
-            ["--random-input-len", "1000"],
-            "1128 tokens together, but the cluster's model takes 1024",
+            ["--random-input-len", "2000"],
+            "2128 tokens together, but the cluster's model takes 2048",
         ),
         (["--trace", "nothing.jsonl"], "nothing.jsonl: No such file"),
         (["--trace", "t", "--dataset-name", "custom"], "not both"),

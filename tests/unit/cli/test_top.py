@@ -146,12 +146,18 @@ def test_rates_count_what_ended_in_the_window() -> None:
 def test_incidents_replace_the_last_deaths() -> None:
     """The latest four, newest first."""
     incidents = [
-        {"at_unix_s": NOW - 60 + n, "kind": "engine_died", "node": f"decode-{n}", "what": "exit 9"}
+        {
+            "at_unix_s": NOW - 60 + n,
+            "kind": "breaker_open",
+            "node": f"decode-{n}",
+            "text": "3 faults",
+            "count": n,
+        }
         for n in range(6)
     ]
     text = frame(CLUSTER, {**STATUS, "incidents": incidents}, NOW, Size(80)).plain
     told = [line for line in text.splitlines() if line.startswith("incident")]
-    assert told[0] == "incident     04:10:07 engine_died decode-5 exit 9"
+    assert told[0] == "incident     04:10:07 breaker open decode-5: 3 faults (5x)"
     assert len(told) == 4
     assert "last death" not in text
 
