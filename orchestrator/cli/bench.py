@@ -186,7 +186,7 @@ class Runs:
             servers = self._servers if number % 2 == 0 else self._servers[::-1]
             for server in servers:
                 where = f"round {number + 1} of {rounds}: " if rounds > 1 else ""
-                click.echo(f"{where}{self._load.requests} requests to {server.name}, {server.url}")
+                click.echo(f"{where}{self._load.requests} requests to {server.url}")
                 measured = self._run(server, self._wish.seed + number)
                 if not measured.result.get("completed"):
                     raise ToolError(bench_report.failures(measured.result) or "no request", ())
@@ -204,10 +204,10 @@ class Runs:
         if len(self._servers) > 1:
             Console().print(bench_report.comparison(results), highlight=False)
         self._point_at_slowest()
+        path.write_text(json.dumps({**about, **self._document(results)}) + "\n")
         title = f"{self._servers[0].name}, {self._load.requests} requests"
         picture = path.with_suffix(".svg")
         picture.write_text(bench_report.picture(title, results, self._wish.targets))
-        path.write_text(json.dumps({**about, **self._document(results)}, indent=1))
         click.echo(f"results: {path}, picture: {picture}")
 
     def _run(self, server: Server, seed: int) -> Measured:

@@ -45,7 +45,7 @@ class Server:
 
 def cluster_server(config: ClusterConfig, url: str) -> Server:
     """The router of the cluster. Raises ``RefusedError``."""
-    return _asked(config.name, url, config.model.name, _cluster_key(config))
+    return _asked(config.name, url, config.model.name, _cluster_key(config), API_KEY_ENV)
 
 
 def compared_server(url: str, model: str | None) -> Server:
@@ -58,7 +58,7 @@ def compared_server(url: str, model: str | None) -> Server:
         raise RefusedError(f"--compare {url}: write an address such as http://127.0.0.1:8001")
     if parts.username or parts.password:
         raise RefusedError(f"--compare: no key in the address; set {COMPARED_KEY_ENV} instead")
-    return _asked(parts.netloc, url, model, os.environ.get(COMPARED_KEY_ENV, ""))
+    return _asked(url, url, model, os.environ.get(COMPARED_KEY_ENV, ""), COMPARED_KEY_ENV)
 
 
 def _cluster_key(config: ClusterConfig) -> str:
@@ -80,11 +80,10 @@ def _cluster_key(config: ClusterConfig) -> str:
     return given if given in keys else keys[0]
 
 
-def _asked(name: str, url: str, model: str | None, api_key: str) -> Server:
+def _asked(name: str, url: str, model: str | None, api_key: str, variable: str) -> Server:
     status, answer = _models(url, api_key)
     if status in (401, 403):
-        wanted = COMPARED_KEY_ENV if name == urlsplit(url).netloc else API_KEY_ENV
-        raise RefusedError(f"{name} refuses the API key (status {status}); set {wanted}")
+        raise RefusedError(f"{name} refuses the API key (status {status}); set {variable}")
     found = answer.get("data") if status == 200 else None
     models = {m["id"]: m for m in found or () if isinstance(m, dict) and "id" in m}
     if not models:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from splitserve.orchestrator.cli.cache_tables import size
 from splitserve.orchestrator.cli.figures import (
     UNKNOWN,
     age,
@@ -71,7 +72,8 @@ def frame(cluster: Cluster, status: dict[str, Any], now_unix_s: float, size: Siz
         Text(),
         *_nodes(status, width),
     ]
-    news = [*_autotune(status, width), *_troubles(status, width), *_incidents(status, width)]
+    news = [*_cache(status, width), *_autotune(status, width)]
+    news += [*_troubles(status, width), *_incidents(status, width)]
     if news:
         lines += [Text(), *news]
     room = len(timelines)
@@ -217,6 +219,24 @@ def _state(node: dict[str, Any]) -> tuple[str, str]:
 
 def _other_node(name: str, what: str) -> Text:
     return Text(f"{fitted(printable(name), NAME_WIDTH)} ").append(printable(what), "yellow")
+
+
+def _cache(status: dict[str, Any], width: int) -> Iterator[Text]:
+    told = status.get("cache")
+    if not told:
+        return
+    if told.get("trouble"):
+        yield Text(fitted(f"cache        {printable(told['trouble'])}", width), _BAD)
+        return
+    words = []
+    for tier in told.get("tiers") or ():
+        capacity = tier.get("capacity_bytes")
+        used = tier.get("used_bytes") or 0
+        full = f"{used / capacity:.0%} full" if capacity else size(used)
+        hits, misses = tier.get("hits") or 0, tier.get("misses") or 0
+        hit = f", {hits / (hits + misses):.0%} of {hits + misses} hit" if hits + misses else ""
+        words.append(f"{printable(tier.get('name', '?'))} {full}{hit}")
+    yield Text(fitted(f"cache        {'; '.join(words)}", width))
 
 
 def _autotune(status: dict[str, Any], width: int) -> Iterator[Text]:

@@ -421,7 +421,7 @@ def test_servers_are_asked_for_their_model(monkeypatch: pytest.MonkeyPatch) -> N
         bench_server, "_models", lambda url, key: (answers["status"], answers["body"])
     )
     server = bench_server.compared_server("http://o:9/v1/", None)
-    assert server == Server("o:9", "http://o:9", "mock", 2048, "")
+    assert server == Server("http://o:9", "http://o:9", "mock", 2048, "")
     for status, body, said in (
         (401, {}, "COMPARE_API_KEY"),
         (200, {"data": []}, "names no model"),

@@ -162,6 +162,18 @@ def test_incidents_replace_the_last_deaths() -> None:
     assert "last death" not in text
 
 
+def test_the_cache_is_a_line() -> None:
+    """Each tier's filling and hits, or what is the matter."""
+    tiers = [
+        {"name": "cpu", "used_bytes": 5e8, "capacity_bytes": 1e9, "hits": 3, "misses": 1},
+        {"name": "s3", "used_bytes": 2e9, "capacity_bytes": None, "hits": 0, "misses": 0},
+    ]
+    text = frame(CLUSTER, {"cache": {"tiers": tiers, "trouble": ""}}, NOW, Size(80)).plain
+    assert "\ncache        cpu 50% full, 75% of 4 hit; s3 2.0 GB\n" in text
+    text = frame(CLUSTER, {"cache": {"trouble": "it is silent"}}, NOW, Size(80)).plain
+    assert "\ncache        it is silent\n" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
