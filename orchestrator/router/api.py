@@ -171,7 +171,9 @@ class Api:
         body.can_continue = body.can_continue and endpoint in self._continuable
         self._count += 1
         own_id = f"{self._life}-{self._count:x}"
-        client_id = header_policy.request_id_of(client_request_id, own_id)
+        client_id = header_policy.request_id_of(
+            client_request_id or _named_by(body.fields.get("request_id")), own_id
+        )
         salt = self._tenants.salt(tenant, body.fields.get("cache_salt"))
         marks = recorded_marks = self._marks_of(body, salt)
         if not self._driver.core.wants_marks:
@@ -318,6 +320,11 @@ def _is_about_cache(path: str) -> bool:
 
 def _text(header: bytes | None) -> str:
     return (header or b"").decode("latin-1")
+
+
+def _named_by(request_id: object) -> bytes | None:
+    """vLLM's field beside the header of the same meaning."""
+    return request_id.encode(errors="replace") if type(request_id) is str else None
 
 
 def _is_json(content_type: bytes | None) -> bool:

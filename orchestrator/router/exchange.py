@@ -7,6 +7,7 @@ next legs ask for what is left, and the client sees one answer (``sent_tokens``)
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,14 @@ from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillL
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
-from splitserve.orchestrator.router.prompt_usage import UNKNOWN, cached_in, with_cached
+from splitserve.orchestrator.router.prompt_usage import (
+    UNKNOWN,
+    WAIT_LIMIT_S,
+    Cached,
+    cached_in,
+    has_cached,
+    with_cached,
+)
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
@@ -66,11 +74,26 @@ class Sink(Protocol):
         """Close the connection so that the client sees an incomplete answer."""
 
 
+class LateEnd:
+    """The end of an answer that waits."""
+
+    __slots__ = ("data", "is_finished", "is_last", "is_whole", "timer")
+
+    def __init__(self, data: bytes, is_last: bool, *, is_whole: bool) -> None:
+        self.data = data
+        self.is_last = is_last
+        self.is_whole = is_whole
+        self.is_finished = False
+        """Nothing comes behind it."""
+        self.timer: asyncio.TimerHandle
+
+
 class Exchange:
     """A request, its legs and its answer. The driver calls the orders; the legs call back."""
 
     __slots__ = (
         "_answer",
+        "_awaits_cached",
         "_cached",
         "_decode",
         "_driver",
@@ -80,6 +103,7 @@ class Exchange:
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_late",
         "_marks",
         "_prefill",
         "_present_request",
@@ -125,8 +149,12 @@ class Exchange:
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
-        self._cached: bytes | None = None
+        self._cached: Cached | None = None
         """How much of the client's prompt the prefill engine had, None when none computed it."""
+        self._awaits_cached = False
+        """It has not told yet."""
+        self._late: LateEnd | None = None
+        """The answer's end, while it waits for that."""
         self._prompt_tokens: int | None = None
         """As the prefill engine counts them."""
         self._is_answered = False
@@ -184,6 +212,7 @@ class Exchange:
         on_answer = None
         if not self._resumed_tokens:
             self._cached, on_answer = UNKNOWN, self._note_prefill
+            self._awaits_cached = True
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -228,11 +257,13 @@ class Exchange:
         """Close the leg's connection."""
         if leg == "prefill" and self._prefill is not None:
             self._prefill.cancel()
+            self._send_late()
         if leg == "decode" and self._decode is not None:
             self._decode.cancel()
 
     def answer_error(self, order: AnswerError) -> None:
         """An error status, an error event in a stream, or a broken-off answer."""
+        self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
@@ -311,8 +342,10 @@ class Exchange:
         return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
-        """The client has its whole answer; said once."""
-        if not self._is_over:
+        """The client has its whole answer, or gets it when its end need not wait; said once."""
+        if self._late is not None:
+            self._late.is_finished = True
+        elif not self._is_over:
             self._is_over = True
             self._sink.finish()
 
@@ -327,9 +360,45 @@ class Exchange:
         """A figure in the decode engine's stream is another engine's to tell."""
         return self._cached is not None and self._request.wants_usage
 
-    def with_cached(self, data: bytes) -> bytes:
-        """The decode engine's bytes with the right count of cached tokens."""
-        return data if self._cached is None else with_cached(data, self._cached)
+    def relay(self, data: bytes, is_last: bool) -> None:
+        """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
+        if self._late is not None:
+            self._late.data += data
+            self._late.is_last = is_last
+        elif self._cached is None:
+            self.send_answer_body(data, is_last)
+        elif self._awaits_cached and has_cached(data):
+            self._hold(LateEnd(data, is_last, is_whole=False))
+        else:
+            self.send_answer_body(with_cached(data, self._cached), is_last)
+
+    def relay_whole(self, body: bytes) -> None:
+        """The same with an answer that is not streamed, and its head."""
+        if self._awaits_cached and has_cached(body):
+            self._hold(LateEnd(body, is_last=True, is_whole=True))
+            return
+        if self._cached is not None:
+            body = with_cached(body, self._cached)
+        self.send_answer_head(len(body))
+        self.send_answer_body(body, True)
+
+    def _hold(self, late: LateEnd) -> None:
+        late.timer = asyncio.get_running_loop().call_later(WAIT_LIMIT_S, self._send_late)
+        self._late = late
+
+    def _send_late(self) -> None:
+        """What is known by now of the count has to do."""
+        self._awaits_cached = False
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.timer.cancel()
+        if late.is_whole:
+            self.relay_whole(late.data)
+        else:
+            self.relay(late.data, late.is_last)
+        if late.is_finished:
+            self.finish_answer()
 
     def listens_to(self, answer: DecodeAnswer) -> bool:
         """Whether that is the answer that the client is to have, and has not had."""
@@ -338,8 +407,10 @@ class Exchange:
     def _note_prefill(self, answer: bytes) -> None:
         self._cached = cached_in(answer)
         self._prompt_tokens = usage_in(answer).prompt
+        self._send_late()
 
     def _send_tail(self, sent: SentTokens) -> None:
+        self._send_late()
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)
         self.finish_answer()
 

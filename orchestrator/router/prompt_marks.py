@@ -45,8 +45,12 @@ _SHAPES_A_CHAT: Final = (
     "add_special_tokens",
 )
 """Fields beside the messages that a template may see, in the order in which they are hashed."""
-_NO_MARKS_FOR: Final = frozenset({"multimodal", "several prompts", "truncate_prompt_tokens"})
-"""Reasons not to split a request that also part its tokens from its bytes."""
+_NO_MARKS_FOR: Final = frozenset(
+    {"multimodal", "several prompts", "truncate_prompt_tokens", "prompt", "messages", "model"}
+)
+"""Reasons not to split a request that also part its tokens from its bytes, or leave nothing to be
+read.
+"""
 
 
 class Marks(NamedTuple):

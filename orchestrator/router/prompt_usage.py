@@ -1,32 +1,66 @@
-"""``usage.prompt_tokens_details.cached_tokens`` of a split request.
+"""``usage.prompt_tokens_details`` of a split request.
 
-A decode engine counts all of a prompt that it was sent as cached. What nobody had to compute is the
-prefill engine's to know: its figure is put in the place of the other one. When it is not known (the
-prefill engine has not answered yet or does not tell), the figure is null, as in an engine that does
-not count.
+A decode engine counts all of a prompt that it was sent as cached, and nothing as put into its
+cache. What nobody had to compute is the prefill engine's to know: its figures are put in the place
+of the others. An answer that is complete before the prefill engine's is held back for it, at most
+``WAIT_LIMIT_S``. When the figures are not known by then, or the prefill engine does not tell, they
+are null, as in an engine that does not count.
 
 Only these bytes are looked for: in JSON they cannot be part of a text, whose quotes are escaped.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _FIELD = b'"prompt_tokens_details":{"cached_tokens":'
+_CREATED = b',"created_cache_tokens":'
 _ENDS = b",}"
-UNKNOWN = b"null"
+WAIT_LIMIT_S = 1.0
+"""Longest that the end of an answer waits for the prefill engine's figures."""
 LINE_LIMIT_BYTES = 64 * 1024
 """Most of an unfinished line of a stream that is held back; no count of tokens is so long."""
 
 
-def cached_in(answer: bytes) -> bytes:
-    """The last such figure in a prefill engine's answer, as it wrote it."""
+class Cached(NamedTuple):
+    """An engine's figures, as it wrote them."""
+
+    cached: bytes
+    created: bytes
+
+
+UNKNOWN = Cached(b"null", b"null")
+
+
+def has_cached(data: bytes) -> bool:
+    """Whether there are such figures in these bytes."""
+    return _FIELD in data
+
+
+def cached_in(answer: bytes) -> Cached:
+    """The last such figures in a prefill engine's answer."""
     at = answer.rfind(_FIELD) + len(_FIELD)
-    return UNKNOWN if at < len(_FIELD) else answer[at : _end(answer, at)]
+    if at < len(_FIELD):
+        return UNKNOWN
+    end = _end(answer, at)
+    created = UNKNOWN.created
+    if answer.startswith(_CREATED, end):
+        begin = end + len(_CREATED)
+        created = answer[begin : _end(answer, begin)]
+    return Cached(answer[at:end], created)
 
 
-def with_cached(data: bytes, cached: bytes) -> bytes:
-    """The last such figure in ``data``, whole lines or a whole body, is ``cached``."""
+def with_cached(data: bytes, figures: Cached) -> bytes:
+    """The last such figures in ``data``, whole lines or a whole body, are those."""
     at = data.rfind(_FIELD) + len(_FIELD)
-    return data if at < len(_FIELD) else data[:at] + cached + data[_end(data, at) :]
+    if at < len(_FIELD):
+        return data
+    end = _end(data, at)
+    told = figures.cached
+    if data.startswith(_CREATED, end):
+        told += _CREATED + figures.created
+        end = _end(data, end + len(_CREATED))
+    return data[:at] + told + data[end:]
 
 
 def _end(data: bytes, at: int) -> int:
