@@ -378,7 +378,9 @@ class RedisTier:
             )
         if isinstance(error, ProtocolError):
             return TierConfigError(f"{place} is no Redis: it sends {error}; correct the url")
-        return TierUnavailableError(f"{place} cannot be reached: {error}; is it running?")
+        return TierUnavailableError(
+            f"{place} cannot be reached: {error}; is it running? Start it, or correct the url"
+        )
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
