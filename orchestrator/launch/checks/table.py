@@ -26,6 +26,8 @@ from splitserve.orchestrator.launch.checks.model import chat_template, model
 from splitserve.orchestrator.launch.checks.network import addresses, ports, proxies
 from splitserve.orchestrator.launch.checks.processors import cpus, gpus, numa
 from splitserve.orchestrator.launch.checks.software import rights, software
+from splitserve.orchestrator.launch.checks.tiers import clocks, tiers
+from splitserve.orchestrator.launch.checks.transport import transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,4 +68,7 @@ CHECKS = (
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),
+    Check("transport", transport, measures=True),
+    Check("tiers", tiers, measures=True),
+    Check("clocks", clocks, measures=True),
 )
