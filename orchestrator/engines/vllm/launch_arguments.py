@@ -18,10 +18,42 @@ from splitserve.orchestrator.engines.command import (
 from splitserve.orchestrator.engines.vllm.process_waits import SLEEPING_WAITS_ENV
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig, PoolConfig
 
 CONNECTOR = "SplitserveConnector"
 CONNECTOR_MODULE = "splitserve.orchestrator.engines.vllm.connector"
+
+FINGERPRINT_FLAGS = (
+    "quantization",
+    "load_format",
+    "revision",
+    "code_revision",
+    "hf_overrides",
+    "rope_scaling",
+    "rope_theta",
+    "config_format",
+    "model_impl",
+)
+"""Flags passed on as they are that change what a page holds."""
+FINGERPRINT_VARIABLES = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND")
+
+
+def expected_fingerprint(settings: PoolConfig) -> dict[str, str]:
+    """What decides the content and the form of the pool's pages, by key below the pool."""
+    args = settings.engine_args
+    flags = {name.replace("-", "_"): value for name, value in args.passed_on.items()}
+    expected = {
+        "engine_args.dtype": args.dtype,
+        "engine_args.kv_cache_dtype": args.kv_cache_dtype,
+        "engine_args.block_size": str(args.block_size),
+    }
+    for name in FINGERPRINT_FLAGS:
+        if flags.get(name) is not None:
+            expected[f"engine_args.{name}"] = str(flags[name])
+    for name in FINGERPRINT_VARIABLES:
+        if name in settings.env:
+            expected[f"env.{name}"] = settings.env[name]
+    return expected | {"device": "cuda" if settings.gpus is not None else "cpu"}
 
 
 def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: str) -> EngineCommand:

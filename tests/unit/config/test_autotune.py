@@ -10,7 +10,8 @@ from support.tuner_profile import FAST
 
 from splitserve.orchestrator.config import ConfigError, load_resolved, parse
 from splitserve.orchestrator.config.loading import dump_resolved
-from splitserve.orchestrator.launch.autotune_preflight import autotune_finding
+from splitserve.orchestrator.launch.checks import autotune as subject
+from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.paths import with_profile_path
 from splitserve.orchestrator.tuner.profile import write_profile
@@ -53,7 +54,7 @@ def test_modes_are_words(mode: str, tmp_path: Path) -> None:
 def test_it_is_off_by_default() -> None:
     """And then nothing of it is checked."""
     assert parse(CLUSTER).policy.autotune.mode == "off"
-    assert autotune_finding(parse(CLUSTER)).detail == "off"
+    assert subject.autotune(Subject(parse(CLUSTER), {})).detail == "off"
     assert parse(text_with("window_s: 900.0")).policy.autotune.mode == "off"
 
 
@@ -100,7 +101,7 @@ def finding(profile: str = "") -> list[str]:
     """The problems that ``up`` and ``doctor`` tell."""
     more = f", profile: '{profile}'" if profile else ""
     config = with_profile_path(parse(text_with(f"mode: advise, ttft_ms: 500.0{more}")))
-    return list(autotune_finding(config).problems)
+    return subject.autotune(Subject(config, {})).failures
 
 
 def test_the_profile_is_looked_at(tmp_path: Path) -> None:
