@@ -58,6 +58,10 @@ class RequestLog:
         """The latest timelines, oldest first."""
         return [as_record(*entry, self._wall_offset) for entry in list(self._kept)[-count:]]
 
+    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
+        """One request as the log shows it."""
+        return as_record(timeline, tally, self._wall_offset)
+
     def flush(self) -> None:
         """Everything added so far is written."""
         if self._flush_timer is not None:
