@@ -99,6 +99,8 @@ class EventStreams:
             message = f"{WATCHERS_LIMIT} others watch already; close a page that nobody looks at"
             raise ApiError(429, message, retry_after_s=10)
         status = self._status()
+        if not self._watchers:
+            self._last_status = orjson.dumps(status)
         status["timelines"] = self._log.latest(FIRST_TIMELINES)
         status["incidents"] = self._incidents.shown()
         watcher = Watcher(connection, self)
@@ -151,7 +153,6 @@ class EventStreams:
         self._timer = None
         self._sent_requests = 0
         if not self._watchers:
-            self._last_status = b""
             return
         self._arm()
         status = orjson.dumps(self._status())
