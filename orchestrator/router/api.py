@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.recordings import Recordings
     from splitserve.orchestrator.router.request_log import RequestLog
     from splitserve.orchestrator.router.tenants import Tenants
+    from splitserve.orchestrator.router.transfer_facts import TransferBook
 
     Route = Callable[[HttpRequest, HttpConnection], None]
 
@@ -64,6 +65,7 @@ class Api:
         tenants: Tenants,
         metrics: RouterMetrics,
         log: RequestLog,
+        transfers: TransferBook,
         served_name: str,
         continuable: frozenset[str],
         cache: CacheApi | None,
@@ -78,6 +80,7 @@ class Api:
         self._tenants = tenants
         self._metrics = metrics
         self._log = log
+        self._transfers = transfers
         self._served_name = served_name
         self._cache = cache
         self._recordings = recordings
@@ -220,7 +223,7 @@ class Api:
         request = self._driver.core.requests.get(request_id)
         if request is None:
             return b""
-        known = self._agents.transfers.find(request_id)
+        known = self._transfers.find(request_id)
         return server_timing(request.timeline, known, time.monotonic())
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:

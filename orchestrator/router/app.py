@@ -154,6 +154,7 @@ async def start(
         tenants,
         metrics,
         log,
+        agents.transfers,
         config.model.name,
         continuable,
         cache,

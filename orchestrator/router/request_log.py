@@ -106,10 +106,6 @@ class RequestLog:
                 return self._record(entry)
         return self._record(Entry(timeline, tally))
 
-    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
-        """One request as the log shows it."""
-        return as_record(timeline, tally, self._wall_offset)
-
     def flush(self) -> None:
         """Everything added so far is written."""
         if self._flush_timer is not None:
