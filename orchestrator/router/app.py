@@ -27,8 +27,8 @@ from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
 from splitserve.orchestrator.router.cache_glance import CacheGlance
 from splitserve.orchestrator.router.cache_watch import CacheWatch
-from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, FORWARDED_NAMES
 from splitserve.orchestrator.router.engine_client import EngineClient
 from splitserve.orchestrator.router.event_stream import EventStreams
 from splitserve.orchestrator.router.http_server import HttpServer
@@ -80,6 +80,7 @@ class Router:
     recordings: Recordings
     incidents: Incidents
     events: EventStreams
+    api: Api
     _server: HttpServer
     _websockets: web.Server
     _watch: CacheWatch | None = None
@@ -133,6 +134,8 @@ async def start(
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
         log.add(timeline, tally, agents.facts_of(timeline))
+        if timeline.endpoint in FORWARDED_NAMES:
+            return
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if events.are_on:
@@ -162,6 +165,7 @@ async def start(
         snapshot,
         incidents,
         events,
+        config.decode.engine_args.adapters,
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -198,6 +202,7 @@ async def start(
         recordings,
         incidents,
         events,
+        api,
         server,
         websockets,
         watch,

@@ -90,7 +90,7 @@ class CacheApi:
             raise ApiError(404, f"there is no {request.path}; below {CACHE_PATH} are: {known}")
         method = "POST" if verb else "GET"
         if request.method != method:
-            raise ApiError(405, f"{request.path} takes {method} only")
+            raise ApiError(405, f"{request.path} takes {method} only", allow=method)
         if len(self._operations) >= OPERATIONS_LIMIT:
             raise ApiError(429, "too many operations on the cache at a time", retry_after_s=1)
         work = partial(self._verbs[verb], request.body or b"{}") if verb else self.stat

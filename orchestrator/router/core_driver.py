@@ -102,7 +102,7 @@ class CoreDriver:
     def admit(self, exchange: Exchange, event: RequestArrived) -> None:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
-        if self.on_arrival is not None:
+        if self.on_arrival is not None and event.needs_kv:
             self.on_arrival(event)
         self.tell(event)
 

@@ -16,18 +16,19 @@ import orjson
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.router import headers as header_policy
-from splitserve.orchestrator.router.client_request import CHAT, continued
+from splitserve.orchestrator.router.client_request import continued
+from splitserve.orchestrator.router.endpoints import CHAT, MESSAGES, PATHS, RESPONSES
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
 from splitserve.orchestrator.router.prompt_usage import (
+    RESPONSE_LINE_LIMIT_BYTES,
     UNKNOWN,
     WAIT_LIMIT_S,
     Cached,
-    cached_in,
-    has_cached,
-    with_cached,
+    WholeLines,
+    figures_of,
 )
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
@@ -54,8 +55,6 @@ CHAT_EVENTS = 2
 """Events of a streamed chat that bring no token: the first, with the role, and the last. Of a
 completion only the last one does not.
 """
-
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
 class Sink(Protocol):
@@ -97,6 +96,7 @@ class Exchange:
         "_cached",
         "_decode",
         "_driver",
+        "_figures",
         "_is_answered",
         "_is_event_stream",
         "_is_over",
@@ -105,6 +105,7 @@ class Exchange:
         "_last_bytes",
         "_late",
         "_marks",
+        "_name_response",
         "_prefill",
         "_present_request",
         "_prompt_tokens",
@@ -131,7 +132,11 @@ class Exchange:
         sink: Sink,
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
+        name_response: Callable[[str], str] | None = None,
     ) -> None:
+        """``name_response`` gives the id of a response that the engine of that incarnation is to
+        make.
+        """
         self.id = request_id
         self.client_request_id = client_request_id
         self.server_timing: Callable[[str], bytes] | None = None
@@ -146,6 +151,8 @@ class Exchange:
         self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
+        self._name_response = name_response
+        self._figures = figures_of(request.endpoint)
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
@@ -233,7 +240,8 @@ class Exchange:
         params = None
         if not self._resumed_tokens:
             self._cached = None
-        if self._resumed_tokens or self._tenant_tag or self._marks.joined:
+        has_news = self._resumed_tokens or self._tenant_tag or self._marks.joined
+        if has_news and self._request.needs_kv:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -266,14 +274,15 @@ class Exchange:
         self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
         if not self._is_answered:
-            self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
+            body = error.body(self._request.endpoint)
+            self._answer_at_once(error.status, error.headers(self.client_request_id), body)
         elif self._is_sent:
             self.finish_answer()
         elif self._sent is not None and self._sent.is_finished:
             self._send_tail(self._sent)
         elif self._is_event_stream:
             start = b"" if self._is_between_events else b"\n\n"
-            self.send_answer_body(start + error.event(), True)
+            self.send_answer_body(start + error.event(self._request.endpoint), True)
             self.finish_answer()
         else:
             self._abort()
@@ -355,10 +364,14 @@ class Exchange:
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
         self._send_tail(self._sent)
 
-    @property
-    def counts_cached(self) -> bool:
-        """A figure in the decode engine's stream is another engine's to tell."""
-        return self._cached is not None and self._request.wants_usage
+    def lines_to_count(self) -> WholeLines | None:
+        """For a stream in which a figure is another engine's to tell; None when there is none."""
+        endpoint = self._request.endpoint
+        if self._cached is None:
+            return None
+        if endpoint in (RESPONSES, MESSAGES):
+            return WholeLines(RESPONSE_LINE_LIMIT_BYTES)
+        return WholeLines() if self._request.wants_usage else None
 
     def relay(self, data: bytes, is_last: bool) -> None:
         """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
@@ -367,18 +380,18 @@ class Exchange:
             self._late.is_last = is_last
         elif self._cached is None:
             self.send_answer_body(data, is_last)
-        elif self._awaits_cached and has_cached(data):
+        elif self._awaits_cached and self._figures.are_in(data):
             self._hold(LateEnd(data, is_last, is_whole=False))
         else:
-            self.send_answer_body(with_cached(data, self._cached), is_last)
+            self.send_answer_body(self._figures.written(data, self._cached), is_last)
 
     def relay_whole(self, body: bytes) -> None:
         """The same with an answer that is not streamed, and its head."""
-        if self._awaits_cached and has_cached(body):
+        if self._awaits_cached and self._figures.are_in(body):
             self._hold(LateEnd(body, is_last=True, is_whole=True))
             return
         if self._cached is not None:
-            body = with_cached(body, self._cached)
+            body = self._figures.written(body, self._cached)
         self.send_answer_head(len(body))
         self.send_answer_body(body, True)
 
@@ -405,7 +418,7 @@ class Exchange:
         return self._answer is answer and not self._is_over
 
     def _note_prefill(self, answer: bytes) -> None:
-        self._cached = cached_in(answer)
+        self._cached = self._figures.read(answer)
         self._prompt_tokens = usage_in(answer).prompt
         self._send_late()
 
@@ -455,7 +468,11 @@ class Exchange:
             raise BrokenStreamError("the answer would begin again")
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
-        body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
+        name = self._name_response
+        response_id = name(order.decode.incarnation) if name is not None else ""
+        body = self._present_request.decode_body(
+            params, self._salt, with_ids=with_ids, response_id=response_id
+        )
         self._decode = self._send(order.decode, body, self._answer)
         self._answer.leg = self._decode
 
@@ -468,11 +485,12 @@ class Exchange:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
         head = header_policy.request_head(
-            PATHS[self._request.endpoint],
+            self._request.target or PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
             self._shared_headers,
             size,
+            self._request.method,
         )
         payload: list[bytes | memoryview] = [head, *body]
         if size <= JOIN_LIMIT_BYTES:

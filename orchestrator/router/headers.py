@@ -86,10 +86,12 @@ def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:
     return kept
 
 
-def request_head(path: str, host: str, key: str, shared: bytes, body_bytes: int) -> bytes:
+def request_head(
+    path: str, host: str, key: str, shared: bytes, body_bytes: int, method: str = "POST"
+) -> bytes:
     """The head of a leg's request, up to and including the empty line."""
     return (
-        b"POST %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
+        b"%b %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-        % (path.encode(), host.encode(), key.encode(), body_bytes, shared)
+        % (method.encode(), path.encode(), host.encode(), key.encode(), body_bytes, shared)
     )

@@ -74,7 +74,11 @@ def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[s
         "max_model_len": min(lengths, default=None),
         "permission": [],
     }
-    return {"object": "list", "data": [model]}
+    adapters = [
+        model | {"id": name, "root": adapter.path, "parent": served_name, "max_model_len": None}
+        for name, adapter in sorted(core.membership.adapters.items())
+    ]
+    return {"object": "list", "data": [model, *adapters]}
 
 
 def _node(node: Node, core: RouterCore) -> dict[str, Any]:
@@ -130,6 +134,7 @@ def _engine(description: NodeDescription) -> dict[str, Any]:
         "kv_bytes_per_token": description.kv_bytes_per_token,
         "vocabulary_tokens": description.vocabulary_tokens,
         "reports_prefixes": description.reports_prefixes,
+        "adapters": sorted(description.adapters),
     }
 
 
