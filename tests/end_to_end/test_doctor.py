@@ -397,7 +397,7 @@ PLANTS = (
     Plant("wrong dtype", "fingerprints", "decode.engine_args.dtype", wrong_dtype),
     Plant("block sizes", "fingerprints", "prefill.engine_args.block_size", wrong_block_size),
     Plant("KV layouts", "fingerprints", "decode.env.VLLM_KV_CACHE_LAYOUT", wrong_layout),
-    Plant("templates", "fingerprints", "prefill.engine_args.chat_template", wrong_template),
+    Plant("templates", "fingerprints", "decode.engine_args.chat_template", wrong_template, "warn"),
     Plant("port in use", "ports", "router.port", port_in_use),
     Plant("one port for two", "ports", "prefill.port_base", one_port_for_two),
     Plant("too much KV", "memory", "decode.kv_cache_bytes", too_much_kv),

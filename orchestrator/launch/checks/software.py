@@ -221,7 +221,7 @@ def _nixl_binary() -> Iterator[Problem]:
     if find_version("nixl") is None:
         return
     if not any(find_spec(name) for name in ("nixl_cu12", "nixl_cu13")):
-        yield failure(
+        yield warning(
             tuple(f"{pool}.transfer.transport" for pool in POOLS),
             "nixl is installed without its binary part",
             "pip install --no-deps nixl-cu12==1.5.1 (nixl-cu13 with the GPU build)",
