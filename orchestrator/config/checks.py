@@ -1,5 +1,5 @@
 """What several keys must agree on. Pure: the machine is not asked (that is
-``launch.preflight``).
+``launch.checks``).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def load(path_or_name: str | Path) -> ClusterConfig:
     """The checked configuration of a YAML file, or of a built-in one by its name (``quickstart``).
 
     Raises ``ConfigError`` with every problem found. Nothing of this machine is looked at: see
-    ``launch.preflight``.
+    ``launch.checks``.
     """
     text, source = _read(str(path_or_name))
     return parse(text, source)

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+    "*.tiktoken",
+    "tokenization_*.py",
+)
+"""Patterns; any of them may be enough."""
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT_BYTES = 100 * 2**20
 """The format's own limit."""
@@ -41,6 +51,24 @@ class _Config(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     kv_lora_rank: int | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    num_kv_shared_layers: int | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+    @property
+    def has_plain_kv(self) -> bool:
+        """Every layer attends to everything, with KV of its own."""
+        slides = self.sliding_window is not None and self.use_sliding_window is not False
+        kinds = set(self.layer_types or ["full_attention"])
+        return not slides and not self.num_kv_shared_layers and kinds == {"full_attention"}
+
+    @property
+    def has_scaled_positions(self) -> bool:
+        """Positions may go beyond ``max_position_embeddings``."""
+        return any("factor" in (rope or {}) for rope in (self.rope_scaling, self.rope_parameters))
 
 
 class _Index(msgspec.Struct):
@@ -64,13 +92,18 @@ class ModelFacts:
     kv_heads: int | None
     head_dim: int | None
     max_position: int | None
+    """Tokens that it was made for; None too where positions are scaled."""
     dtype: str | None
     """Of the weights, as they are stored."""
     has_latent_kv: bool
+    has_plain_kv: bool = True
+    """Every layer keeps keys and values of every token."""
 
     def kv_bytes_per_token(self, item_bytes: int) -> int | None:
         """Keys and values of all layers and heads; None where their shape is not known."""
-        if self.has_latent_kv or None in (self.layers, self.kv_heads, self.head_dim):
+        if self.has_latent_kv or not self.has_plain_kv:
+            return None
+        if None in (self.layers, self.kv_heads, self.head_dim):
             return None
         assert self.layers is not None
         assert self.kv_heads is not None
@@ -95,9 +128,10 @@ def read_facts(folder: Path) -> ModelFacts:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=head_dim,
-        max_position=config.max_position_embeddings,
+        max_position=None if config.has_scaled_positions else config.max_position_embeddings,
         dtype=config.dtype or config.torch_dtype,
         has_latent_kv=bool(config.kv_lora_rank),
+        has_plain_kv=config.has_plain_kv,
     )
 
 
@@ -132,7 +166,7 @@ def weight_problems(folder: Path) -> Iterator[str]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether there is a file that a tokenizer is made from."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return any(next(folder.glob(pattern), None) is not None for pattern in TOKENIZER_FILES)
 
 
 def has_chat_template(folder: Path) -> bool:

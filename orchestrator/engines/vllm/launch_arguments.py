@@ -23,19 +23,11 @@ if TYPE_CHECKING:
 CONNECTOR = "SplitserveConnector"
 CONNECTOR_MODULE = "splitserve.orchestrator.engines.vllm.connector"
 
-FINGERPRINT_FLAGS = (
-    "quantization",
-    "load_format",
-    "revision",
-    "code_revision",
-    "hf_overrides",
-    "rope_scaling",
-    "rope_theta",
-    "config_format",
-    "model_impl",
-)
-"""Flags passed on as they are that change what a page holds."""
-FINGERPRINT_VARIABLES = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND")
+FINGERPRINT_FLAGS = ("quantization", "revision", "hf_overrides", "rope_scaling", "model_impl")
+"""Flags passed on as they are that may change what a page holds; what they are set to may be what
+the engine would have chosen by itself.
+"""
+LAYOUT_ENV = "VLLM_KV_CACHE_LAYOUT"
 
 
 def expected_fingerprint(settings: PoolConfig) -> dict[str, str]:
@@ -46,14 +38,15 @@ def expected_fingerprint(settings: PoolConfig) -> dict[str, str]:
         "engine_args.dtype": args.dtype,
         "engine_args.kv_cache_dtype": args.kv_cache_dtype,
         "engine_args.block_size": str(args.block_size),
+        "engine_args.load_format": "dummy" if flags.get("load_format") == "dummy" else "weights",
+        "gpus": "used" if settings.gpus is not None else "not used",
     }
     for name in FINGERPRINT_FLAGS:
         if flags.get(name) is not None:
             expected[f"engine_args.{name}"] = str(flags[name])
-    for name in FINGERPRINT_VARIABLES:
-        if name in settings.env:
-            expected[f"env.{name}"] = settings.env[name]
-    return expected | {"device": "cuda" if settings.gpus is not None else "cpu"}
+    if LAYOUT_ENV in settings.env:
+        expected[f"env.{LAYOUT_ENV}"] = settings.env[LAYOUT_ENV]
+    return expected
 
 
 def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: str) -> EngineCommand:

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.finding import Problem
 
 ABSENT = "not set"
+CERTAIN = (
+    "engine_args.dtype",
+    "engine_args.kv_cache_dtype",
+    "engine_args.block_size",
+    "engine_args.load_format",
+    "gpus",
+    "env.VLLM_KV_CACHE_LAYOUT",
+)
+"""Below a pool: what makes two engines differ for sure. The rest may be set to what the other one
+chooses by itself.
+"""
 PROMPT_KEYS = (
     "chat_template",
     "chat_template_content_format",
@@ -39,38 +50,40 @@ def fingerprints(subject: Subject) -> Finding:
     expected = {pool: expected_fingerprint(config, pool) for pool in POOLS}
     problems = list(told(pool_differences(config)))
     said = {key for problem in problems for key in problem.keys}
-    for keys, ours, theirs in _differences(*(expected[pool] for pool in POOLS)):
-        if said.isdisjoint(keys):
-            problems.append(
-                failure(
-                    keys,
-                    f"{ours} in prefill, {theirs} in decode: engines that differ in this refuse to "
-                    "pair",
-                    "give both pools the same value",
-                )
+    for key, ours, theirs in _differences(*(expected[pool] for pool in POOLS)):
+        keys = tuple(f"{pool}.{key}" for pool in POOLS)
+        if not said.isdisjoint(keys):
+            continue
+        is_certain = key in CERTAIN
+        told_as = failure if is_certain else warning
+        problems.append(
+            told_as(
+                keys,
+                f"{ours} in prefill, {theirs} in decode: engines that differ in this "
+                f"{'' if is_certain else 'may '}refuse to pair",
+                "give both pools the same value",
             )
+        )
     problems += [*_prompts(subject), *_served(subject)]
     shown = expected["prefill"].items()
     detail = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in shown)
     return Finding("fingerprints", detail, tuple(problems), {"expected": expected})
 
 
-def _differences(
-    ours: dict[str, str], theirs: dict[str, str]
-) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys, value in prefill, value in decode)."""
+def _differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(key below the pool, value in prefill, value in decode)."""
     for key in sorted(ours.keys() | theirs.keys()):
         mine, its = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if mine != its:
-            yield tuple(f"{pool}.{key}" for pool in POOLS), mine, its
+            yield key, mine, its
 
 
 def _prompts(subject: Subject) -> Iterator[Problem]:
     for key, ours, theirs in _unequal(subject, PROMPT_KEYS):
-        yield failure(
+        yield warning(
             tuple(f"{pool}.engine_args.{key}" for pool in POOLS),
-            f"{ours} in prefill, {theirs} in decode: the two would make different prompts of one "
-            "request, and every transfer would be refused",
+            f"{ours} in prefill, {theirs} in decode: where the two make different prompts of one "
+            "request its transfer is refused, and the decode node computes it again",
             "give both pools the same value",
         )
 

