@@ -250,7 +250,10 @@ class Placing(Suspecting, ABC):
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
             return found
-        request.timeline.decision = "alone_no_prefill_node"
+        is_adapters_fault = request.arrived.adapter and self.membership.usable(PREFILL)
+        request.timeline.decision = (
+            "alone_adapter" if is_adapters_fault else "alone_no_prefill_node"
+        )
         hit = hits.get(found[0].description.incarnation, NO_HIT)
         return Choice(*found, decode_hit=hit)
 
