@@ -1,5 +1,5 @@
 """What several keys must agree on. Pure: the machine is not asked (that is
-``launch.preflight``).
+``launch.checks``).
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ TYPING_ERROR_RATIO = 0.9
 
 def problems_between_keys(config: ClusterConfig) -> list[str]:
     """One sentence per contradiction, each naming both keys and what to change."""
-    problems = _pool_differences(config)
+    problems = pool_differences(config)
     for pool in POOLS:
         problems += _pool_problems(pool, config.pool(pool), config)
     if not config.allow_shared_devices:
-        problems += _shared(config, "cpus") + _shared(config, "gpus")
-    problems += _port_overlaps(config) + _weight_differences(config) + cache_problems(config)
+        problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
+    problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
     problems += autotune_problems(config)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
@@ -91,7 +91,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _pool_differences(config: ClusterConfig) -> list[str]:
+def pool_differences(config: ClusterConfig) -> list[str]:
+    """What has to be equal in both pools and is not."""
     problems = []
     for key in EQUAL_IN_BOTH_POOLS:
         ours, theirs = (getattr(config.pool(pool).engine_args, key) for pool in POOLS)
@@ -194,8 +195,8 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
     return problems
 
 
-def _shared(config: ClusterConfig, key: str) -> list[str]:
-    """CPUs or GPUs that two nodes name."""
+def shared_devices(config: ClusterConfig, key: str) -> list[str]:
+    """CPUs or GPUs that two nodes name; ``key`` is ``cpus`` or ``gpus``."""
     owners: dict[int, list[str]] = {}
     for node in nodes(config):
         for number in getattr(node, key) or ():
@@ -210,7 +211,8 @@ def _shared(config: ClusterConfig, key: str) -> list[str]:
     ]
 
 
-def _port_overlaps(config: ClusterConfig) -> list[str]:
+def port_overlaps(config: ClusterConfig) -> list[str]:
+    """Ports that are given twice, or are none."""
     uses = fixed_ports(config)
     count = Counter(port for port, _, _ in uses)
     problems = []

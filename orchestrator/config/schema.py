@@ -2,7 +2,7 @@
 
 The classes are strict (no silent conversion), closed (an unknown key is an error) and frozen. They
 hold what one value can say about itself; what two keys must agree on is in ``checks.py``, what the
-machine must offer in ``launch/preflight.py``. ``docs/configuration.md`` is generated from the
+machine must offer in ``launch/checks``. ``docs/configuration.md`` is generated from the
 docstrings here.
 
 Names: a *pool* is ``prefill`` or ``decode``; its replicas are *nodes* called ``prefill-0``,

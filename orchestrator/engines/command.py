@@ -57,6 +57,16 @@ def engine_command(
     return command
 
 
+def expected_fingerprint(config: ClusterConfig, pool: str) -> dict[str, str]:
+    """What the pool's engines will say of their KV, as far as the YAML decides it, by key below the
+    pool; the real fingerprint comes from a loaded model.
+    """
+    expected: dict[str, str] = import_module(_BUILDERS[config.engine]).expected_fingerprint(
+        config.pool(pool)
+    )
+    return expected
+
+
 def secret_environment(secret: bytes, api_key: str) -> dict[str, str]:
     """The variables that must never be printed."""
     return {SECRET_ENV: secret.hex(), API_KEY_ENV: api_key}

@@ -17,6 +17,7 @@ import orjson
 from splitserve.kv_transfer.prefix_marks import SPACING_BYTES
 from splitserve.orchestrator.agent.auth import is_agent_token, is_operator_token
 from splitserve.orchestrator.core.events import RequestArrived
+from splitserve.orchestrator.observe.dashboard import DASHBOARD_PATH, Dashboard
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.cache_api import CACHE_PATH
 from splitserve.orchestrator.router.client_request import read_client_request
@@ -29,6 +30,7 @@ from splitserve.orchestrator.router.endpoints import (
     RESPONSES,
 )
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.event_stream import EVENTS_PATH
 from splitserve.orchestrator.router.exchange import Exchange
 from splitserve.orchestrator.router.forwarding import Forwarding, is_json, is_stored_response
 from splitserve.orchestrator.router.node_orders import NODES_PATH, NodeOrders, ordered_node
@@ -38,23 +40,24 @@ from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.router.request_log import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
-from splitserve.orchestrator.router.status import audit_of, models_of, status_of
+from splitserve.orchestrator.router.status import audit_of, models_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from splitserve.orchestrator.router.agents import AgentHub
-    from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
+    from splitserve.orchestrator.router.event_stream import EventStreams
     from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.incidents import Incidents
     from splitserve.orchestrator.router.metrics import RouterMetrics
     from splitserve.orchestrator.router.prompt_marks import Marks
     from splitserve.orchestrator.router.recordings import Recordings
     from splitserve.orchestrator.router.request_log import RequestLog
     from splitserve.orchestrator.router.tenants import Tenants
+    from splitserve.orchestrator.router.transfer_facts import TransferBook
 
     Route = Callable[[HttpRequest, HttpConnection], None]
 
@@ -71,29 +74,34 @@ class Api:
     def __init__(
         self,
         driver: CoreDriver,
-        agents: AgentHub,
         tenants: Tenants,
         metrics: RouterMetrics,
         log: RequestLog,
+        transfers: TransferBook,
         served_name: str,
         continuable: frozenset[str],
         cache: CacheApi | None,
         recordings: Recordings,
-        autotune: Autotune | None = None,
+        snapshot: Callable[[], dict[str, Any]],
+        incidents: Incidents,
+        events: EventStreams,
         adapters: frozenset[str] = frozenset(),
     ) -> None:
         """``adapters`` are those that decode nodes are configured to have."""
         self._driver = driver
         self._node_orders = NodeOrders(driver)
         self._probes = Probes(driver, served_name)
-        self._agents = agents
         self._tenants = tenants
         self._metrics = metrics
         self._log = log
+        self._transfers = transfers
         self._served_name = served_name
         self._cache = cache
         self._recordings = recordings
-        self._autotune = autotune
+        self._snapshot = snapshot
+        self._incidents = incidents
+        self._events = events
+        self._dashboard = Dashboard.read()
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
         """Endpoints whose streams may be continued by another engine."""
@@ -114,7 +122,9 @@ class Api:
             ("POST", "/ping"): self._ping,
             ("GET", "/metrics"): self._show_metrics,
             ("GET", AGENTS_PATH): self._want_websocket,
+            ("GET", DASHBOARD_PATH): self._show_dashboard,
             ("GET", "/internal/status"): self._show_status,
+            ("GET", EVENTS_PATH): self._watch,
             ("GET", AUDIT_PATH): self._show_audit,
             ("POST", PROBE_PATH): self._probe,
             ("GET", RECORDING_PATH): self._record,
@@ -274,7 +284,7 @@ class Api:
         request = self._driver.core.requests.get(request_id)
         if request is None:
             return b""
-        known = self._agents.transfers.find(request_id)
+        known = self._transfers.find(request_id)
         return server_timing(request.timeline, known, time.monotonic())
 
     def _marks_of(self, body: ClientRequest, salt: str | None) -> Marks:
@@ -315,11 +325,19 @@ class Api:
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
-        status = status_of(self._driver.core, self._agents)
-        if self._autotune is not None:
-            status["autotune"] = self._autotune.status()
+        status = self._snapshot()
         status["timelines"] = self._log.latest(TIMELINES_IN_STATUS_LIMIT)
+        status["incidents"] = self._incidents.shown()
         _send_json(connection, 200, status)
+
+    def _watch(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """The status as it changes, requests as they end and incidents, as events."""
+        self._only_for_operators(request)
+        self._events.begin(connection)
+
+    def _show_dashboard(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """The page, which holds nothing; what it shows it asks for."""
+        connection.answer(200, self._dashboard.headers, self._dashboard.body)
 
     def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)

@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.autotune import Autotune
+    from splitserve.orchestrator.router.cache_glance import CacheGlance
+
+
+def snapshot_of(
+    core: RouterCore, agents: AgentHub, autotune: Autotune | None, cache: CacheGlance | None
+) -> dict[str, Any]:
+    """Everything that is so at the moment."""
+    status = status_of(core, agents)
+    if autotune is not None:
+        status["autotune"] = autotune.status()
+    if cache is not None:
+        status["cache"] = cache.look()
+    return status
 
 
 def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
