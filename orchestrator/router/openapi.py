@@ -200,7 +200,7 @@ def _operator_operations() -> list[Operation]:
         Operation("GET", "/internal/status", "Nodes, load and the latest requests", OPERATORS),
         Operation(
             "GET", "/internal/events", "The same as it changes", OPERATORS, answers=(_EVENTS,),
-            errors=(429, 503),
+            errors=(429,),
         ),
         Operation("GET", "/internal/audit", "What nodes hold that nobody owns", OPERATORS),
         Operation(
