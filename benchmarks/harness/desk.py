@@ -78,9 +78,7 @@ class Desk:
 
         def on_end(timeline: Any, tally: Any) -> None:
             metrics.observe(timeline)
-            log.add(timeline, tally)
-            if events.are_on:
-                events.ended(timeline, tally)
+            log.add(timeline, tally, agents.facts_of(timeline))
 
         engines: Any = NoEngines()
         self._driver = CoreDriver(core, engines, agents, secret, on_end, incidents)
@@ -91,6 +89,7 @@ class Desk:
             tenants,
             metrics,
             log,
+            agents.transfers,
             MODEL,
             frozenset(),
             None,
