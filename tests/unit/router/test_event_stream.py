@@ -90,7 +90,7 @@ async def test_everything_at_first_then_what_changes() -> None:
         assert "timelines" not in status
         while not status["ended"]["requests"]:
             status = await next_of(watching, "status")
-        assert status["ended"]["output_tokens"] == 4
+        assert status["ended"]["output_tokens"] == 8
         state = NodeState(node="d0", incarnation="d0-1", phase="ready", free_blocks=77)
         await cluster.agents["d0"].say(state)
         while status["nodes"]["d0"]["free_blocks"] != 77:
