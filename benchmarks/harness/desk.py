@@ -74,6 +74,7 @@ class Desk:
         incidents = Incidents()
         agents = AgentHub(secret, incidents)
         metrics, log = RouterMetrics(core), RequestLog(None, 1_024)
+        log.on_final.append(metrics.account_for)
         events = EventStreams(dict, log, incidents)
 
         def on_end(timeline: Any, tally: Any) -> None:
