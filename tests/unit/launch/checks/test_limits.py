@@ -30,6 +30,7 @@ def finding_of(
     files: int = INFINITY,
     processes: int = INFINITY,
     locked: int = INFINITY,
+    addresses: int = INFINITY,
 ) -> Finding:
     """With these soft limits, for a user that is not root."""
     resource = subject.resource
@@ -37,6 +38,7 @@ def finding_of(
         resource.RLIMIT_NOFILE: files,
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_MEMLOCK: locked,
+        resource.RLIMIT_AS: addresses,
     }
     monkeypatch.setattr(subject.resource, "getrlimit", lambda kind: (values[kind], 4096))
     monkeypatch.setattr(subject.os, "geteuid", lambda: 1000)
@@ -84,3 +86,9 @@ def test_locked_memory_matters_with_rdma(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "mlx5_0").mkdir()
     (problem,) = finding_of(monkeypatch, locked=1 << 20).problems
     assert problem.keys == ("ulimit -l",)
+
+
+def test_few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than the KV of one node."""
+    (problem,) = finding_of(monkeypatch, addresses=10**8).problems
+    assert problem.keys == ("ulimit -v",)
