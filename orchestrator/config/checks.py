@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
 
 EQUAL_IN_BOTH_POOLS = ("block_size", "dtype", "kv_cache_dtype")
+SHAPES_PROMPTS = (
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "exclude_tools_when_tool_choice_none",
+    "tokenizer",
+    "tokenizer_mode",
+    "tokenizer_revision",
+)
+"""Flags of vLLM that make tokens of a request; with other ones a node would make another prompt."""
 OWNED_ENGINE_ARGS = {
     "model": "set `model.path`",
     "served_model_name": "set `model.served_name`",
@@ -90,6 +100,17 @@ def pool_differences(config: ClusterConfig) -> list[str]:
             problems.append(
                 f"prefill.engine_args.{key} is {ours} but decode.engine_args.{key} is {theirs}: "
                 "KV pages would not fit; give both pools the same value"
+            )
+    prefill, decode = (
+        {key.replace("-", "_"): value for key, value in args.passed_on.items()}
+        for args in (config.pool(pool).engine_args for pool in POOLS)
+    )
+    for key in SHAPES_PROMPTS:
+        if prefill.get(key) != decode.get(key):
+            problems.append(
+                f"prefill.engine_args.{key} is {prefill.get(key)} but decode.engine_args.{key} is "
+                f"{decode.get(key)}: the two would make different prompts of one request; give "
+                "both pools the same value"
             )
     ours, theirs = config.prefill.transfer.transport, config.decode.transfer.transport
     if ours != theirs:

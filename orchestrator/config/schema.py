@@ -191,6 +191,19 @@ class EngineArgs(Section):
         """The keys that are not fields of this class, for the engine's command line."""
         return dict(self.__pydantic_extra__ or {})
 
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters in `lora_modules`: each is `NAME=PATH` or a mapping."""
+        extra = self.passed_on
+        modules = extra.get("lora_modules", extra.get("lora-modules")) or []
+        names = []
+        for module in modules if isinstance(modules, list) else [modules]:
+            if isinstance(module, str) and not module.startswith("{"):
+                names.append(module.partition("=")[0])
+            elif isinstance(module, dict) and isinstance(module.get("name"), str):
+                names.append(module["name"])
+        return frozenset(names)
+
 
 class PoolConfig(Section):
     """One pool of equal nodes."""

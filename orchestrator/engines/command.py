@@ -142,7 +142,7 @@ def passed_on_arguments(node: NodeConfig) -> list[str]:
     """Keys of ``engine_args`` that splitserve does not know, as ``--kebab-case`` flags.
 
     ``true`` becomes a bare flag and ``false`` its ``--no-`` form; lists repeat the value, mappings
-    become JSON.
+    become JSON, in lists too (``lora_modules: [{name: a, path: /adapters/a}]``).
     """
     argv: list[str] = []
     for key, value in node.settings.engine_args.passed_on.items():
@@ -150,12 +150,16 @@ def passed_on_arguments(node: NodeConfig) -> list[str]:
         if isinstance(value, bool):
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
-            argv += [f"--{name}", *(str(item) for item in value)]
+            argv += [f"--{name}", *(_as_flag_value(item) for item in value)]
         elif isinstance(value, dict):
             argv += [f"--{name}", json.dumps(value)]
         elif value is not None:
             argv += [f"--{name}", str(value)]
     return argv
+
+
+def _as_flag_value(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def network_environment(node: NodeConfig) -> dict[str, str]:

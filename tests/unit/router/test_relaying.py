@@ -85,6 +85,23 @@ async def test_the_header_policy() -> None:
         assert response.headers.get("server") != "stub"
 
 
+@pytest.mark.parametrize(
+    ("header", "field", "expected"),
+    [("h", "f", "h"), (None, "f", "f"), (None, 7, None), (None, "\u00e9 ", None)],
+)
+async def test_the_body_may_name_the_request(
+    header: str | None, field: object, expected: str | None
+) -> None:
+    """As with one engine; the header counts more, and what is fit for no header is not taken."""
+    async with stub_cluster("p0", "d0") as cluster:
+        headers = {"X-Request-Id": header} if header else {}
+        response = await cluster.post(json=completion(request_id=field), headers=headers)
+        name = response.headers["x-request-id"]
+        assert name == expected if expected else name not in (str(field), header)
+        assert cluster.engines["d0"].asked[0].headers["x-request-id"] == name
+        await response.read()
+
+
 async def test_a_strange_request_id_is_replaced() -> None:
     """Too long or not printable: the router's own goes to engines and client."""
     async with stub_cluster("p0", "d0") as cluster:
