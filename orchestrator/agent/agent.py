@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
@@ -261,6 +262,7 @@ class Agent:
                 )
                 if life.warm_up is not None:
                     await warm_up(self.node.engine_url, life.api_key, life.warm_up)
+                adapters = await loaded_adapters(self.node.engine_url, life.api_key)
         except TimeoutError:
             return f"not ready within startup_timeout_s = {limit:.0f} s"
         except WrongEngineError as error:
@@ -268,7 +270,9 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
-        described = describe(self._config, self.node, life, description, self._flip_obstacle)
+        described = describe(
+            self._config, self.node, life, description, self._flip_obstacle, adapters
+        )
         self._link.hello(AgentHello(description=described, role=self.role))
         self._set_phase("ready")
         reports = []

@@ -14,6 +14,15 @@ Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
 
 
+class AdapterDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that an engine has loaded."""
+
+    path: str
+    """As the engine names it."""
+    content: str
+    """Follows from the adapter's files: under one name, nodes may have different ones."""
+
+
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while an engine process lives."""
 
@@ -60,6 +69,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What it computes on, for people."""
     flip_obstacle: str = ""
     """Why the node cannot change its role; empty when it can."""
+    adapters: dict[str, AdapterDescription] = {}
+    """What its engine serves beside the model, by the name that clients use."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

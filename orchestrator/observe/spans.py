@@ -35,8 +35,8 @@ FIRST_TOKEN = "first_token"
 """The event of the decode leg."""
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSET = Status(StatusCode.UNSET)
-_OPERATIONS = {"chat": "chat", "responses": "chat", "embeddings": "embeddings"}
-"""``gen_ai.operation.name`` by endpoint; every other one completes a text."""
+_OPERATIONS = {"completions": "text_completion", "responses": "chat", "messages": "chat"}
+"""``gen_ai.operation.name`` of endpoints that have another name than what they do."""
 _SERVER_ATTRIBUTES = {
     "output_limit_tokens": "gen_ai.request.max_tokens",
     "streaming": "gen_ai.request.stream",
@@ -135,13 +135,12 @@ class _RequestSpans:
     def _whole(self) -> ReadableSpan:
         record = self._record
         endpoint, status = str(record.get("endpoint")), int(record.get("status") or 0)
-        operation = _OPERATIONS.get(endpoint, "text_completion")
+        operation = _OPERATIONS.get(endpoint, endpoint)
         model = str(record.get("model") or self._source.model)
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "splitserve",
             "gen_ai.request.model": model,
-            "http.request.method": "POST",
         }
         for key, name in _SERVER_ATTRIBUTES.items():
             if (value := record.get(key)) is not None:

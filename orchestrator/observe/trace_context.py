@@ -47,6 +47,11 @@ class TraceContext(NamedTuple):
         return b"00-%b-%b%b-%b" % (self.trace_id, self.stem, span, self.flags)
 
 
+def traceparent_of(place: TraceContext | None, span: bytes) -> str:
+    """For those who make spans below ``span``; empty when nobody wants any."""
+    return place.traceparent(span).decode() if place is not None and place.is_sampled else ""
+
+
 class TraceIds:
     """Gives each request its place. ``sample_ratio`` is for those that bring none."""
 

@@ -28,6 +28,7 @@ from splitserve.orchestrator.router.transfer_facts import TransferBook
 if TYPE_CHECKING:
     from splitserve.orchestrator.core import effects as ef
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.incidents import Incidents
     from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class AgentConnection:
 class AgentHub:
     """All agents; performs the core's orders to nodes."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, incidents: Incidents) -> None:
         self.driver: CoreDriver | None = None
         self.loading: dict[str, msg.LoadingProgress] = {}
         """What nodes that are not ready yet are doing, for people to read."""
@@ -91,6 +92,7 @@ class AgentHub:
         self._secret = secret
         self.transfers = TransferBook(boot_id())
         """What nodes have told of transfers."""
+        self._incidents = incidents
         self._connections: dict[str, AgentConnection] = {}
         self._sockets: set[AgentConnection] = set()
 
@@ -142,10 +144,14 @@ class AgentHub:
     # Orders of the core
 
     def accept(self, order: ef.AcceptNode) -> None:
+        assert self.driver is not None
+        node = self.driver.core.membership.nodes[order.node]
+        self._incidents.note("joined", order.node, f"takes part as a {node.role} node")
         self._send(order.node, msg.Welcome(router="splitserve"))
 
     def refuse(self, order: ef.RefuseNode) -> None:
         _log.error("node %s is refused: %s", order.node, order.reason)
+        self._incidents.note("refused", order.node, order.reason)
         self._send(order.node, msg.RefuseNode(reason=order.reason))
 
     def fail_transfer(self, order: ef.FailTransfer) -> None:
@@ -179,6 +185,7 @@ class AgentHub:
 
     def end_engine(self, order: ef.EndEngine) -> None:
         _log.error("the engine %s of %s is to end: %s", order.incarnation, order.node, order.reason)
+        self._incidents.note("engine_ended", order.node, order.reason)
         self._send(order.node, msg.EndEngine(incarnation=order.incarnation, reason=order.reason))
 
     def _send(self, node: str, frame: msg.ToAgent) -> None:
@@ -218,6 +225,7 @@ class AgentHub:
                 _log.log(level, "the engine of %s died: %s", node, cause)
                 self.last_death[node] = frame
                 self.deaths[node] += not frame.was_ordered
+                self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
 
     def _lost(self, connection: AgentConnection) -> None:
@@ -226,6 +234,7 @@ class AgentHub:
             return
         assert self.driver is not None
         del self._connections[description.node]
+        self._incidents.note("disconnected", description.node, "the connection to its agent ended")
         self.driver.tell(ev.NodeDisconnected(description.node, description.incarnation))
 
 

@@ -7,21 +7,30 @@ next legs ask for what is left, and the client sees one answer (``sent_tokens``)
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.observe.trace_context import DECODE_LEG, PREFILL_LEG
+from splitserve.orchestrator.observe.trace_context import DECODE_LEG, PREFILL_LEG, traceparent_of
 from splitserve.orchestrator.router import headers as header_policy
-from splitserve.orchestrator.router.client_request import CHAT, continued
+from splitserve.orchestrator.router.client_request import continued
+from splitserve.orchestrator.router.endpoints import CHAT, MESSAGES, PATHS, RESPONSES
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
-from splitserve.orchestrator.router.prompt_usage import UNKNOWN, cached_in, with_cached
+from splitserve.orchestrator.router.prompt_usage import (
+    RESPONSE_LINE_LIMIT_BYTES,
+    UNKNOWN,
+    WAIT_LIMIT_S,
+    Cached,
+    WholeLines,
+    figures_of,
+)
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.observe.trace_context import TraceContext
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.sink import Sink
 
 JOIN_LIMIT_BYTES = 64 * 1024
 """Requests up to this size are written in one piece."""
@@ -49,23 +59,19 @@ CHAT_EVENTS = 2
 completion only the last one does not.
 """
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
+class LateEnd:
+    """The end of an answer that waits."""
 
-class Sink(Protocol):
-    """Where the client's answer goes. ``finish`` or ``abort`` comes last."""
+    __slots__ = ("data", "is_finished", "is_last", "is_whole", "timer")
 
-    def send_head(self, status: int, headers: RawHeaders, body_bytes: int | None) -> None:
-        """Status line and headers; ``body_bytes`` None for a body whose length is not known."""
-
-    def send_body(self, data: bytes, is_last: bool = False) -> None:
-        """The next bytes; ``is_last`` when ``finish`` follows at once."""
-
-    def finish(self) -> None:
-        """The answer is complete."""
-
-    def abort(self) -> None:
-        """Close the connection so that the client sees an incomplete answer."""
+    def __init__(self, data: bytes, is_last: bool, *, is_whole: bool) -> None:
+        self.data = data
+        self.is_last = is_last
+        self.is_whole = is_whole
+        self.is_finished = False
+        """Nothing comes behind it."""
+        self.timer: asyncio.TimerHandle
 
 
 class Exchange:
@@ -73,16 +79,20 @@ class Exchange:
 
     __slots__ = (
         "_answer",
+        "_awaits_cached",
         "_cached",
         "_decode",
         "_driver",
+        "_figures",
         "_is_answered",
         "_is_event_stream",
         "_is_over",
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_late",
         "_marks",
+        "_name_response",
         "_prefill",
         "_present_request",
         "_prompt_tokens",
@@ -110,8 +120,12 @@ class Exchange:
         sink: Sink,
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
+        name_response: Callable[[str], str] | None = None,
         trace: TraceContext | None = None,
     ) -> None:
+        """``name_response`` gives the id of a response that the engine of that incarnation is to
+        make.
+        """
         self.id = request_id
         self.client_request_id = client_request_id
         self.server_timing: Callable[[str], bytes] | None = None
@@ -126,12 +140,18 @@ class Exchange:
         self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
+        self._name_response = name_response
+        self._figures = figures_of(request.endpoint)
         self._trace = trace
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
-        self._cached: bytes | None = None
+        self._cached: Cached | None = None
         """How much of the client's prompt the prefill engine had, None when none computed it."""
+        self._awaits_cached = False
+        """It has not told yet."""
+        self._late: LateEnd | None = None
+        """The answer's end, while it waits for that."""
         self._prompt_tokens: int | None = None
         """As the prefill engine counts them."""
         self._is_answered = False
@@ -180,7 +200,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
-            traceparent=self._traceparent(DECODE_LEG),
+            traceparent=traceparent_of(self._trace, DECODE_LEG),
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -191,6 +211,7 @@ class Exchange:
         on_answer = None
         if not self._resumed_tokens:
             self._cached, on_answer = UNKNOWN, self._note_prefill
+            self._awaits_cached = True
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -199,7 +220,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
-            traceparent=self._traceparent(PREFILL_LEG),
+            traceparent=traceparent_of(self._trace, PREFILL_LEG),
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
@@ -212,7 +233,8 @@ class Exchange:
         params = None
         if not self._resumed_tokens:
             self._cached = None
-        if self._resumed_tokens or self._tenant_tag or self._marks.joined:
+        has_news = self._resumed_tokens or self._tenant_tag or self._marks.joined
+        if has_news and self._request.needs_kv:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -236,12 +258,15 @@ class Exchange:
         """Close the leg's connection."""
         if leg == "prefill" and self._prefill is not None:
             self._prefill.cancel()
+            self._send_late()
         if leg == "decode" and self._decode is not None:
             self._decode.cancel()
 
     def answer_error(self, order: AnswerError) -> None:
         """An error status, an error event in a stream, or a broken-off answer."""
+        self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
+        error.endpoint = self._request.endpoint
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._is_sent:
@@ -319,8 +344,10 @@ class Exchange:
         return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
-        """The client has its whole answer; said once."""
-        if not self._is_over:
+        """The client has its whole answer, or gets it when its end need not wait; said once."""
+        if self._late is not None:
+            self._late.is_finished = True
+        elif not self._is_over:
             self._is_over = True
             self._sink.finish()
 
@@ -330,24 +357,66 @@ class Exchange:
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
         self._send_tail(self._sent)
 
-    @property
-    def counts_cached(self) -> bool:
-        """A figure in the decode engine's stream is another engine's to tell."""
-        return self._cached is not None and self._request.wants_usage
+    def lines_to_count(self) -> WholeLines | None:
+        """For a stream in which a figure is another engine's to tell; None when there is none."""
+        endpoint = self._request.endpoint
+        if self._cached is None:
+            return None
+        if endpoint in (RESPONSES, MESSAGES):
+            return WholeLines(RESPONSE_LINE_LIMIT_BYTES)
+        return WholeLines() if self._request.wants_usage else None
 
-    def with_cached(self, data: bytes) -> bytes:
-        """The decode engine's bytes with the right count of cached tokens."""
-        return data if self._cached is None else with_cached(data, self._cached)
+    def relay(self, data: bytes, is_last: bool) -> None:
+        """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
+        if self._late is not None:
+            self._late.data += data
+            self._late.is_last = is_last
+        elif self._cached is None:
+            self.send_answer_body(data, is_last)
+        elif self._awaits_cached and self._figures.are_in(data):
+            self._hold(LateEnd(data, is_last, is_whole=False))
+        else:
+            self.send_answer_body(self._figures.written(data, self._cached), is_last)
+
+    def relay_whole(self, body: bytes) -> None:
+        """The same with an answer that is not streamed, and its head."""
+        if self._awaits_cached and self._figures.are_in(body):
+            self._hold(LateEnd(body, is_last=True, is_whole=True))
+            return
+        if self._cached is not None:
+            body = self._figures.written(body, self._cached)
+        self.send_answer_head(len(body))
+        self.send_answer_body(body, True)
+
+    def _hold(self, late: LateEnd) -> None:
+        late.timer = asyncio.get_running_loop().call_later(WAIT_LIMIT_S, self._send_late)
+        self._late = late
+
+    def _send_late(self) -> None:
+        """What is known by now of the count has to do."""
+        self._awaits_cached = False
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.timer.cancel()
+        if late.is_whole:
+            self.relay_whole(late.data)
+        else:
+            self.relay(late.data, late.is_last)
+        if late.is_finished:
+            self.finish_answer()
 
     def listens_to(self, answer: DecodeAnswer) -> bool:
         """Whether that is the answer that the client is to have, and has not had."""
         return self._answer is answer and not self._is_over
 
     def _note_prefill(self, answer: bytes) -> None:
-        self._cached = cached_in(answer)
+        self._cached = self._figures.read(answer)
         self._prompt_tokens = usage_in(answer).prompt
+        self._send_late()
 
     def _send_tail(self, sent: SentTokens) -> None:
+        self._send_late()
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)
         self.finish_answer()
 
@@ -379,12 +448,6 @@ class Exchange:
         assert self._sent is not None
         return sealed[:-1] + b',"prompt_token_ids":' + self._sent.ids() + b"}"
 
-    def _traceparent(self, span: bytes) -> str:
-        """For those who tell of the leg's transfer; empty when nobody asks for spans."""
-        if self._trace is None or not self._trace.is_sampled:
-            return ""
-        return self._trace.traceparent(span).decode()
-
     def _answer_at_once(self, status: int, headers: RawHeaders, body: bytes) -> None:
         self._is_answered = True
         self._sink.send_head(status, headers, len(body))
@@ -398,7 +461,11 @@ class Exchange:
             raise BrokenStreamError("the answer would begin again")
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
-        body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
+        name = self._name_response
+        response_id = name(order.decode.incarnation) if name is not None else ""
+        body = self._present_request.decode_body(
+            params, self._salt, with_ids=with_ids, response_id=response_id
+        )
         self._decode = self._send(order.decode, body, self._answer, DECODE_LEG)
         self._answer.leg = self._decode
 
@@ -411,15 +478,13 @@ class Exchange:
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
-        headers = self._shared_headers
-        if self._trace is not None:
-            headers += header_policy.trace_line(self._trace, span)
         head = header_policy.request_head(
-            PATHS[self._request.endpoint],
+            self._request.target or PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
-            headers,
+            self._shared_headers + header_policy.trace_line(self._trace, span),
             size,
+            self._request.method,
         )
         payload: list[bytes | memoryview] = [head, *body]
         if size <= JOIN_LIMIT_BYTES:

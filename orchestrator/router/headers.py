@@ -4,11 +4,11 @@ To both engines: everything the client sent (``traceparent``, ``user-agent``, it
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
 ``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
-``x-splitserve-timing`` (a wish to the router), and ``authorization``, in whose place the engine's
-own key goes. Where the router takes part in traces, each leg gets a ``traceparent`` of its own
-instead of the client's, and ``tracestate`` goes along only with a trace that is continued.
-``x-request-id`` is the client's when it is printable ASCII of at most 128 characters, else the
-router's; it is the same on both legs and in the answer.
+``x-splitserve-timing`` (a wish to the router), and clients' keys (``authorization``,
+``x-api-key``), in whose place the engine's own one goes. Where the router takes part in traces,
+each leg gets a ``traceparent`` of its own instead of the client's, and ``tracestate`` goes along
+only with a trace that is continued. ``x-request-id`` is the client's when it is printable ASCII of
+at most 128 characters, else the router's; it is the same on both legs and in the answer.
 
 Back to the client: everything the decode engine sent except hop-by-hop headers, ``content-length``
 (set anew), ``date`` and ``server``.
@@ -45,6 +45,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"accept-encoding",
     b"expect",
     b"authorization",
+    b"x-api-key",
     b"x-data-parallel-rank",
     b"x-request-id",
     b"x-splitserve-timing",
@@ -90,9 +91,9 @@ def to_engines(
     return b"".join(lines)
 
 
-def trace_line(trace: TraceContext, span: bytes) -> bytes:
-    """The header line of the leg that is ``span``."""
-    return b"traceparent: %b\r\n" % trace.traceparent(span)
+def trace_line(trace: TraceContext | None, span: bytes) -> bytes:
+    """The header line of the leg that is ``span``, where the router takes part in traces."""
+    return b"" if trace is None else b"traceparent: %b\r\n" % trace.traceparent(span)
 
 
 def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:
@@ -102,10 +103,12 @@ def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:
     return kept
 
 
-def request_head(path: str, host: str, key: str, shared: bytes, body_bytes: int) -> bytes:
+def request_head(
+    path: str, host: str, key: str, shared: bytes, body_bytes: int, method: str = "POST"
+) -> bytes:
     """The head of a leg's request, up to and including the empty line."""
     return (
-        b"POST %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
+        b"%b %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-        % (path.encode(), host.encode(), key.encode(), body_bytes, shared)
+        % (method.encode(), path.encode(), host.encode(), key.encode(), body_bytes, shared)
     )

@@ -105,12 +105,9 @@ class RequestLog:
         """The latest timelines, oldest first."""
         return [self._record(entry) for entry in list(self._kept)[-count:]]
 
-    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
-        """A request that has ended as the log shows it, by what is known now."""
-        for entry in reversed(self._kept):
-            if entry.timeline is timeline:
-                return self._record(entry)
-        return self._record(Entry(timeline, tally))
+    def record(self, timeline: Timeline, tally: Tally, account: Account) -> dict[str, Any]:
+        """A request that has ended, as its line shows it."""
+        return as_record(timeline, tally, self._wall_offset, account)
 
     def flush(self) -> None:
         """Everything added so far is written."""
@@ -159,7 +156,7 @@ class RequestLog:
             is_traced = self._spans is not None and entry.tally.is_traced
             if self._stream is None and not is_traced:
                 continue
-            record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
+            record = self.record(entry.timeline, entry.tally, account)
             line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
             lines.append(line)
             if is_traced:
@@ -183,7 +180,7 @@ class RequestLog:
             self._lost_lines = 0
 
     def _record(self, entry: Entry) -> dict[str, Any]:
-        return as_record(entry.timeline, entry.tally, self._wall_offset, entry.account())
+        return self.record(entry.timeline, entry.tally, entry.account())
 
 
 def account_of(timeline: Timeline, transfer: Transfer, now: float | None = None) -> Account:

@@ -17,6 +17,8 @@ import aiohttp
 import openai
 import psutil
 import pytest
+from end_to_end.conformance.run import REAL_ROWS, counted, run, transfer_problems
+from end_to_end.conformance.sides import REQUEST_LIMIT_S, OneCluster
 from support.otlp_receiver import otlp_receiver
 from support.promtool import OBSERVABILITY, metrics_in
 from support.split_client import Split, start_split, stop_split
@@ -41,7 +43,7 @@ prefill: &pool
   kv_cache_bytes: 1 GB
   env: {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {log}, OTEL_BSP_SCHEDULE_DELAY: "200"}}
   engine_args: {{dtype: float32, block_size: 128, max_model_len: 2048, enforce_eager: true,
-    max_num_batched_tokens: 512}}
+    max_num_batched_tokens: 512, enable_prompt_tokens_details: true}}
   transfer: {{transport: nixl, lease_s: 15}}
 decode:
   <<: *pool
@@ -248,6 +250,23 @@ async def test_openai_client_streams(split: Split) -> None:
     assert "Paris" in text
     assert usage is not None
     assert usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_answers_are_those_of_one_engine(
+    split: Split, summary: Callable[[str], None]
+) -> None:
+    """Some rows of the conformance suite (``conformance/``): status, body and every event."""
+    limit = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+    async with aiohttp.ClientSession(timeout=limit) as session:
+        url = (await split.nodes())["prefill-0"]["engine_url"]
+        outcomes = await run(OneCluster(session, split, url), REAL_ROWS, limit=2)
+    summary(f"conformance, real model: {counted(outcomes.values())}")
+    transfers = split.transfers("receive")
+    problems = {
+        key: [*outcome.problems, *transfer_problems(outcome, transfers, BLOCK)]
+        for key, outcome in outcomes.items()
+    }
+    assert not any(problems.values()), problems
 
 
 async def test_refusals_reach_the_client_and_leave_nothing(split: Split) -> None:

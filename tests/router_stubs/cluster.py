@@ -123,6 +123,7 @@ async def stub_cluster(
     policy: dict[str, Any] | None = None,
     cache: dict[str, Any] | None = None,
     tracing: dict[str, Any] | None = None,
+    decode_args: dict[str, Any] | None = None,
     **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
     """A running cluster; everything is stopped afterwards."""
@@ -136,6 +137,7 @@ async def stub_cluster(
             "policy": policy or {},
             "cache": cache,
             "observability": {"tracing": tracing},
+            "decode": {"engine_args": decode_args or {}},
         }
     )
     log = io.BytesIO()

@@ -155,3 +155,25 @@ def test_engines_take_part_in_traces() -> None:
     assert commands[1].env["OTEL_RESOURCE_ATTRIBUTES"] == "service.instance.id=decode-0"
     samplers = [found.env["OTEL_TRACES_SAMPLER"] for found in commands]
     assert samplers == ["always_on", "parentbased_always_off"]
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "names"),
+    [
+        ("lora_modules: [a=/x, b=/y]", ["a=/x", "b=/y"], {"a", "b"}),
+        (
+            "lora-modules: [{name: a, path: /x}]",
+            ['{"name": "a", "path": "/x"}'],
+            {"a"},
+        ),
+        ("lora_modules: a=/x", ["a=/x"], {"a"}),
+    ],
+)
+def test_adapters(written: str, flags: list[str], names: set[str]) -> None:
+    """Each is one value of vLLM's flag, and the router knows its name."""
+    config: ClusterConfig = parse(TEXT.format(engine="vllm", more=f", {written}"))
+    command = command_of("prefill-0", more=f", {written}")
+    at = command.argv.index("--lora-modules") + 1
+    assert list(command.argv[at : at + len(flags)]) == flags
+    assert config.prefill.engine_args.adapters == names
+    assert config.decode.engine_args.adapters == set()

@@ -49,7 +49,12 @@ def make(name: str) -> list[ReadableSpan]:
     """The span of the whole request alone."""
     if name == "bad":
         raise ValueError("bad")
-    record = {"received_unix_s": 1.0, "model": name, "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    record = {
+        "received_unix_s": 1.0,
+        "endpoint": "completions",
+        "model": name,
+        "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+    }
     return request_spans(record, SOURCE)[:1]
 
 

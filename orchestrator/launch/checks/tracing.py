@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.launch.finding import Finding
+from splitserve.orchestrator.launch.finding import Finding, failure
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.launch.checks.subject import Subject
 
 _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
@@ -16,24 +16,22 @@ _EXPORTERS = {
 }
 
 
-def tracing_finding(config: ClusterConfig) -> Finding:
+def tracing(subject: Subject) -> Finding:
     """Whether the libraries that make and send spans are installed."""
-    tracing = config.observability.tracing
-    if tracing is None:
+    asked_for = subject.config.observability.tracing
+    if asked_for is None:
         return Finding("tracing", "off")
     missing = [
         name
-        for name in ("opentelemetry.sdk", _EXPORTERS[tracing.otlp_protocol])
+        for name in ("opentelemetry.sdk", _EXPORTERS[asked_for.otlp_protocol])
         if not _is_installed(name)
     ]
-    detail = f"{tracing.otlp_protocol} to {tracing.traces_url}"
+    detail = f"{asked_for.otlp_protocol} to {asked_for.traces_url}"
     if not missing:
         return Finding("tracing", detail)
-    problem = (
-        f"observability.tracing: {' and '.join(missing)} cannot be imported; run "
-        "`pip install 'splitserve[tracing]'`, or remove that section"
-    )
-    return Finding("tracing", detail, (problem,))
+    what = f"{' and '.join(missing)} cannot be imported"
+    fix = "run `pip install 'splitserve[tracing]'`, or remove that section"
+    return Finding("tracing", detail, (failure("observability.tracing", what, fix),))
 
 
 def _is_installed(module: str) -> bool:
