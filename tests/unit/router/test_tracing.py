@@ -156,6 +156,19 @@ async def test_what_is_not_sampled_is_not_sampled_by_engines(traced: Traced, tra
     assert trace_id not in {span.trace_id for span in traced.receiver.spans}
 
 
+@on_module_loop
+async def test_a_forwarded_request_is_traced_too(traced: Traced, trace_id: str) -> None:
+    """An endpoint that only a decode node answers: its one leg is below its span."""
+    headers = {"traceparent": f"00-{trace_id}-{CALLER}-01"}
+    url = f"{traced.cluster.url}/tokenize"
+    await (await traced.cluster.session.post(url, json={"prompt": "x"}, headers=headers)).read()
+    await traced.cluster.idle()
+    spans = await traced.spans(3)
+    leg = spans["decode leg"]
+    assert leg.parent_id == spans["tokenize m"].span_id
+    assert traceparent_of(traced.cluster, "d0") == f"00-{trace_id}-{leg.span_id}-01"
+
+
 async def test_without_tracing_the_clients_header_goes_through(trace_id: str) -> None:
     """As every other header does."""
     async with stub_cluster("p0", "d0") as cluster:
