@@ -280,6 +280,6 @@ def as_record(
         "status": timeline.status,
         "outcome": timeline.outcome,
         "reason": timeline.reason,
-        "traceparent": None if trace is None else trace.traceparent(SERVER).decode(),
-        "parent_span_id": None if trace is None or not trace.parent else trace.parent.decode(),
+        "traceparent": None if trace is None else trace.traceparent(SERVER),
+        "parent_span_id": (trace.parent or None) if trace is not None else None,
     }

