@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from playwright.async_api import async_playwright
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import AsyncIterator
 
     from playwright.async_api import Browser, Page
@@ -64,7 +65,7 @@ class Tab:
     async def count(self, selector: str) -> int:
         return await self.page.locator(selector).count()
 
-    async def sees(self, selector: str, text: str = "") -> None:
+    async def sees(self, selector: str, text: str | re.Pattern[str] = "") -> None:
         """Wait until that is visible, with that text in it."""
         found = self.page.locator(selector, has_text=text or None).first
         await found.wait_for(state="visible", timeout=LIMIT_MS)
