@@ -85,10 +85,19 @@ async def running_browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def open_tab(browser: Browser, url: str, **settings: Any) -> AsyncIterator[Tab]:
-    """A page of its own that has loaded ``url``."""
+async def open_tab(
+    browser: Browser, url: str, *, told: bytes | None = None, **settings: Any
+) -> AsyncIterator[Tab]:
+    """A page of its own that has loaded ``url``. The router's live events are ``told``, if given,
+    and not its own.
+    """
     context = await browser.new_context(**({"viewport": DESKTOP, "locale": "en-GB"} | settings))
     page = await context.new_page()
+    if told is not None:
+        await page.route(
+            "**/internal/events",
+            lambda route: route.fulfill(body=told, content_type="text/event-stream"),
+        )
     tab = Tab(page)
 
     def complain(text: str) -> None:
