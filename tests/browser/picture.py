@@ -39,7 +39,7 @@ cache:
 LOAD_S = 25.0
 CLIENTS = 6
 PICTURES: tuple[tuple[str, str, dict[str, int], bool], ...] = (
-    ("light", "light", {"width": 1280, "height": 1000}, False),
+    ("light", "light", {"width": 1280, "height": 1300}, False),
     ("dark", "dark", {"width": 1280, "height": 1000}, False),
     ("phone-light", "light", {"width": 360, "height": 740}, True),
     ("phone-dark", "dark", {"width": 360, "height": 740}, True),
