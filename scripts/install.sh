@@ -30,7 +30,7 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server" install_system_packages "$engine"
+  once system-packages "$engine redis-server chromium" install_system_packages "$engine"
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
 }
@@ -81,7 +81,7 @@ make_environment() {
 }
 
 install_system_packages() {
-  install_test_servers
+  install_test_programs
   [ "$1" != none ] || return 0
   local missing=()
   if [ "$1" = cpu ]; then has_library libnuma.so.1 || missing+=(libnuma1); fi  # vLLM's CPU build links to it
@@ -95,12 +95,18 @@ install_system_packages() {
 }
 
 # What only tests need is not worth an error where it cannot be installed.
-install_test_servers() {
-  if command -v redis-server >/dev/null; then return; fi
+install_test_programs() {
+  local missing=()
+  command -v redis-server >/dev/null || missing+=(redis-server)
+  if ! command -v chromium >/dev/null; then
+    # Ubuntu's package of that name only points to a snap
+    if grep -qs '^ID=debian' /etc/os-release; then missing+=(chromium); else say "note: 'chromium' is missing; the tests of the dashboard need it"; fi
+  fi
+  if [ ${#missing[@]} = 0 ]; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    debian_packages redis-server "for the tests of the cache"
+    debian_packages "${missing[*]}" "for the tests of the cache and of the dashboard"
   else
-    say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
+    say "note: missing: ${missing[*]}; the tests of the cache's redis tier and of the dashboard need them"
   fi
 }
 

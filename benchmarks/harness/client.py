@@ -53,8 +53,11 @@ class Streamed:
 
     @property
     def mean_itl(self) -> float:
-        """Mean seconds per token after the first; 0 for one token."""
-        return (self.events[-1] - self.events[0]) / (len(self.events) - 1) if self.gaps else 0.0
+        """Mean seconds per token after the first; 0 for one token. Tokens are counted, for an
+        event may bring several.
+        """
+        tokens = max(self.completion_tokens, len(self.events))
+        return (self.events[-1] - self.events[0]) / (tokens - 1) if tokens > 1 else 0.0
 
     @property
     def e2e(self) -> float:

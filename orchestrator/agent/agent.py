@@ -19,10 +19,11 @@ import logging
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
@@ -54,11 +55,12 @@ from splitserve.orchestrator.agent.readiness import (
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
+from splitserve.orchestrator.agent.transfer_reports import TransferReports
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineStatus
@@ -117,6 +119,7 @@ class Agent:
         self.relay = OrderRelay()
         """An engine that does not answer holds up only what waits here."""
         self._prefixes = PrefixReports(node.name, self._link)
+        self._transfers = TransferReports(node.name, self._link)
 
     def stop(self) -> None:
         """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
@@ -256,6 +259,7 @@ class Agent:
                 )
                 if life.warm_up is not None:
                     await warm_up(self.node.engine_url, life.api_key, life.warm_up)
+                adapters = await loaded_adapters(self.node.engine_url, life.api_key)
         except TimeoutError:
             return f"not ready within startup_timeout_s = {limit:.0f} s"
         except WrongEngineError as error:
@@ -263,17 +267,21 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
-        described = describe(self._config, self.node, life, description, self._flip_obstacle)
+        described = describe(
+            self._config, self.node, life, description, self._flip_obstacle, adapters
+        )
         self._link.hello(AgentHello(description=described, role=self.role))
         self._set_phase("ready")
-        prefixes = (
-            self._report_prefixes(life, life.endpoint) if description.reports_prefixes else None
-        )
+        reports = []
+        if description.reports_prefixes:
+            reports.append(_task(self._prefixes.run(life.endpoint, life.incarnation)))
+        if description.reports_transfers:
+            reports.append(_task(self._transfers.run(life.endpoint, life.incarnation)))
         try:
             return await self._report_states(life, life.endpoint)
         finally:
-            if prefixes is not None:
-                prefixes.cancel()
+            for report in reports:
+                report.cancel()
             endpoint, life.endpoint = life.endpoint, None
             endpoint.close()
 
@@ -281,18 +289,6 @@ class Agent:
         while True:
             self._on_stage()
             await asyncio.sleep(STATE_INTERVAL_S)
-
-    def _report_prefixes(self, life: Life, endpoint: Endpoint) -> asyncio.Task[None]:
-        """The task that does; without it the node serves, but nothing is known of its cache."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                _log.error("reporting prefixes failed", exc_info=task.exception())
-
-        reports = self._prefixes.run(endpoint, life.incarnation)
-        task = asyncio.get_running_loop().create_task(reports)
-        task.add_done_callback(ended)
-        return task
 
     async def _report_states(self, life: Life, endpoint: Endpoint) -> str:
         silence_limit = self._config.supervision.engine_silence_limit_s
@@ -471,6 +467,20 @@ class Agent:
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
+
+
+def _task(reports: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """The task that reports something of the engine for as long as it lives; without it the node
+    serves all the same.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            _log.error("reports of the engine have ended", exc_info=task.exception())
+
+    task = asyncio.get_running_loop().create_task(reports)
+    task.add_done_callback(ended)
+    return task
 
 
 def _owes_nothing(status: EngineStatus) -> bool:

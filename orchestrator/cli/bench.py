@@ -37,7 +37,7 @@ from splitserve.orchestrator.cli.bench_tool import (
 )
 from splitserve.orchestrator.cli.errors import RefusedError
 from splitserve.orchestrator.cli.running_nodes import RunningNodes, name_of
-from splitserve.orchestrator.launch.preflight import model_of
+from splitserve.orchestrator.launch.checks.model import model_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

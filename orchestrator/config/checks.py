@@ -1,5 +1,5 @@
 """What several keys must agree on. Pure: the machine is not asked (that is
-``launch.preflight``).
+``launch.checks``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
 
 EQUAL_IN_BOTH_POOLS = ("block_size", "dtype", "kv_cache_dtype")
+SHAPES_PROMPTS = (
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "exclude_tools_when_tool_choice_none",
+    "tokenizer",
+    "tokenizer_mode",
+    "tokenizer_revision",
+)
+"""Flags of vLLM that make tokens of a request; with other ones a node would make another prompt."""
 OWNED_ENGINE_ARGS = {
     "model": "set `model.path`",
     "served_model_name": "set `model.served_name`",
@@ -50,12 +60,12 @@ TYPING_ERROR_RATIO = 0.9
 
 def problems_between_keys(config: ClusterConfig) -> list[str]:
     """One sentence per contradiction, each naming both keys and what to change."""
-    problems = _pool_differences(config)
+    problems = pool_differences(config)
     for pool in POOLS:
         problems += _pool_problems(pool, config.pool(pool), config)
     if not config.allow_shared_devices:
-        problems += _shared(config, "cpus") + _shared(config, "gpus")
-    problems += _port_overlaps(config) + _weight_differences(config) + cache_problems(config)
+        problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
+    problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
     problems += autotune_problems(config)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
@@ -81,7 +91,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _pool_differences(config: ClusterConfig) -> list[str]:
+def pool_differences(config: ClusterConfig) -> list[str]:
+    """What has to be equal in both pools and is not."""
     problems = []
     for key in EQUAL_IN_BOTH_POOLS:
         ours, theirs = (getattr(config.pool(pool).engine_args, key) for pool in POOLS)
@@ -89,6 +100,17 @@ def _pool_differences(config: ClusterConfig) -> list[str]:
             problems.append(
                 f"prefill.engine_args.{key} is {ours} but decode.engine_args.{key} is {theirs}: "
                 "KV pages would not fit; give both pools the same value"
+            )
+    prefill, decode = (
+        {key.replace("-", "_"): value for key, value in args.passed_on.items()}
+        for args in (config.pool(pool).engine_args for pool in POOLS)
+    )
+    for key in SHAPES_PROMPTS:
+        if prefill.get(key) != decode.get(key):
+            problems.append(
+                f"prefill.engine_args.{key} is {prefill.get(key)} but decode.engine_args.{key} is "
+                f"{decode.get(key)}: the two would make different prompts of one request; give "
+                "both pools the same value"
             )
     ours, theirs = config.prefill.transfer.transport, config.decode.transfer.transport
     if ours != theirs:
@@ -173,8 +195,8 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
     return problems
 
 
-def _shared(config: ClusterConfig, key: str) -> list[str]:
-    """CPUs or GPUs that two nodes name."""
+def shared_devices(config: ClusterConfig, key: str) -> list[str]:
+    """CPUs or GPUs that two nodes name; ``key`` is ``cpus`` or ``gpus``."""
     owners: dict[int, list[str]] = {}
     for node in nodes(config):
         for number in getattr(node, key) or ():
@@ -189,7 +211,8 @@ def _shared(config: ClusterConfig, key: str) -> list[str]:
     ]
 
 
-def _port_overlaps(config: ClusterConfig) -> list[str]:
+def port_overlaps(config: ClusterConfig) -> list[str]:
+    """Ports that are given twice, or are none."""
     uses = fixed_ports(config)
     count = Counter(port for port, _, _ in uses)
     problems = []

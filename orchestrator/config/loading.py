@@ -34,14 +34,32 @@ def load(path_or_name: str | Path) -> ClusterConfig:
     """The checked configuration of a YAML file, or of a built-in one by its name (``quickstart``).
 
     Raises ``ConfigError`` with every problem found. Nothing of this machine is looked at: see
-    ``launch.preflight``.
+    ``launch.checks``.
     """
     text, source = _read(str(path_or_name))
     return parse(text, source)
 
 
+def load_with_contradictions(path_or_name: str | Path) -> tuple[ClusterConfig, list[str]]:
+    """As ``load``, but what several keys do not agree on is returned, so that all else can be
+    looked at too. Raises ``ConfigError`` for what is no configuration at all.
+    """
+    text, source = _read(str(path_or_name))
+    config = _validated(text, source)
+    return config, problems_between_keys(config)
+
+
 def parse(text: str, source: str = "<string>") -> ClusterConfig:
     """The checked configuration of a YAML text; ``source`` names it in errors."""
+    config = _validated(text, source)
+    problems = problems_between_keys(config)
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def _validated(text: str, source: str) -> ClusterConfig:
+    """Each value fits its key; what keys must agree on is not looked at."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_odd_keys(tree, source)
@@ -56,9 +74,6 @@ def parse(text: str, source: str = "<string>") -> ClusterConfig:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError([_sentence(item, tree) for item in error.errors()], source) from None
-    problems = problems_between_keys(config)
-    if problems:
-        raise ConfigError(problems, source)
     try:
         ClusterConfig.model_validate_json(dump_resolved(config))
     except (ValidationError, PydanticSerializationError, ValueError) as error:

@@ -1,9 +1,10 @@
 """A client's request body: checked as far as the router must understand it, and rewritten for the
 two legs.
 
-The engine is the judge of everything that is not checked here; its 4xx answers are passed on. The
-router itself refuses what would make the two legs differ or hide the request's size: bodies that
-are no JSON object, and wrong types of the fields it reads.
+The engine is the judge; its 4xx answers are passed on. A field that the router reads and that has
+not the type it expects makes the request one for a decode node alone, which refuses it, or takes it
+(``"max_tokens": "5"``), as one engine does. The router itself refuses bodies that are no JSON
+object, in which it could not find what it must replace, and models that are not served.
 
 Decode leg: the client's own bytes, with the router's fields spliced in before the last brace;
 encoded again only when the client sent those fields itself. Prefill leg: the fields that shape the
@@ -18,13 +19,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from splitserve.orchestrator.router.conversation_bodies import (
+    is_one_of,
+    prefill_fields,
+    why_alone,
+)
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from splitserve.orchestrator.router.errors import ApiError
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.router.sent_tokens import SentTokens
+    from collections.abc import Collection
 
-CHAT = "chat"
-COMPLETIONS = "completions"
+    from splitserve.orchestrator.router.sent_tokens import SentTokens
 
 BYTES_PER_TOKEN = 3
 """Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
@@ -92,6 +98,17 @@ _NEVER_SPLIT: Final[dict[str, tuple[object, ...]]] = {
 }
 """Fields with the only values that a split request may have; all others go to a decode node alone.
 """
+
+
+_INTEGER: Final = (int,)
+_READ_AS: Final[dict[str, tuple[type, ...]]] = {
+    "model": (str,),
+    "stream": (bool,),
+    "max_tokens": _INTEGER,
+    "max_completion_tokens": _INTEGER,
+    "max_output_tokens": _INTEGER,
+}
+"""Fields that the router reads, with their types; a number without a fraction is an integer too."""
 
 
 _EXACT_WHEN_CONTINUED: Final = frozenset(
@@ -166,6 +183,11 @@ class ClientRequest:
     alone_because: str
     can_continue: bool = False
     """A stream that another engine may go on with, with the result that one engine would give."""
+    method: str = "POST"
+    target: str = ""
+    """Path and query at the engine; empty for the endpoint's own."""
+    needs_kv: bool = True
+    """False for what is forwarded as it came."""
 
     @property
     def wants_usage(self) -> bool:
@@ -174,22 +196,34 @@ class ClientRequest:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def decode_body(
-        self, kv_transfer_params: bytes | None, salt: str | None, *, with_ids: bool = False
+        self,
+        kv_transfer_params: bytes | None,
+        salt: str | None,
+        *,
+        with_ids: bool = False,
+        response_id: str = "",
     ) -> list[bytes | memoryview]:
         """The decode leg's body in pieces; ``kv_transfer_params`` is JSON, None for a request that
-        is not split. ``with_ids`` asks the engine for the ids of what it sends.
+        is not split. ``with_ids`` asks the engine for the ids of what it sends; ``response_id``
+        names a response to be.
         """
-        if "kv_transfer_params" in self.fields or (
-            salt is not None and "cache_salt" in self.fields
+        if not self.needs_kv:
+            return [self.raw]
+        if (
+            not self.fields
+            or "kv_transfer_params" in self.fields
+            or (salt is not None and "cache_salt" in self.fields)
         ):
             fields = {k: v for k, v in self.fields.items() if k != "kv_transfer_params"}
             if salt is not None:
                 fields["cache_salt"] = salt
+                salt = None
+            if not fields:
+                return [b"{}"]  # Nothing to splice behind; the engine refuses it.
             raw = orjson.dumps(fields)
-            salt = None
         else:
             raw = self.raw
-        if salt is None and kv_transfer_params is None and not with_ids:
+        if salt is None and kv_transfer_params is None and not (with_ids or response_id):
             return [raw]
         end = raw.rindex(b"}")
         start = raw[:end] if end < COPY_LIMIT_BYTES else memoryview(raw)[:end]
@@ -198,6 +232,8 @@ class ClientRequest:
             pieces += (b',"cache_salt":', orjson.dumps(salt))
         if with_ids:
             pieces.append(b',"return_token_ids":true')
+        if response_id:
+            pieces += (b',"request_id":', orjson.dumps(response_id))
         if kv_transfer_params is not None:
             pieces += (b',"kv_transfer_params":', kv_transfer_params)
         pieces.append(b"}")
@@ -205,6 +241,15 @@ class ClientRequest:
 
     def prefill_body(self, kv_transfer_params: bytes, salt: str | None) -> bytes:
         """The prefill leg's body."""
+        if self.endpoint in (RESPONSES, MESSAGES):
+            fields = prefill_fields(self.endpoint, self.fields)
+        else:
+            fields = self._prefill_fields()
+        if salt is not None:
+            fields["cache_salt"] = salt
+        return orjson.dumps(fields)[:-1] + b',"kv_transfer_params":' + kv_transfer_params + b"}"
+
+    def _prefill_fields(self) -> dict[str, Any]:
         fields = {k: v for k, v in self.fields.items() if k not in _NOT_ON_PREFILL}
         fields["max_tokens"] = 1
         fields["stream"] = False
@@ -213,12 +258,12 @@ class ClientRequest:
             fields["tool_choice"] = "none"
         else:
             fields.pop("tool_choice", None)
-        if salt is not None:
-            fields["cache_salt"] = salt
-        return orjson.dumps(fields)[:-1] + b',"kv_transfer_params":' + kv_transfer_params + b"}"
+        return fields
 
 
-def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> ClientRequest:
+def read_client_request(
+    endpoint: str, raw: bytes, models: Collection[str], adapters: Collection[str] = ()
+) -> ClientRequest:
     """The request of that body. Raises ``ApiError`` 400 or, for a model that is not served, 404."""
     try:
         fields = orjson.loads(raw)
@@ -232,35 +277,36 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         except TypeError:
             raise ApiError(400, "the request body is nested too deeply") from None
     model = fields.get("model")
-    if model is not None and type(model) is not str:
-        raise ApiError(400, "'model' must be a string", param="model")
-    if model is not None and model not in models:
-        served = ", ".join(f"`{name}`" for name in sorted(models)) or "none yet"
-        message = f"The model `{model}` does not exist; served here: {served}."
+    if type(model) is str and model and model not in models and model not in adapters:
+        served = ", ".join(sorted(models)) or "none yet"
+        message = f"The model `{model}` does not exist. Valid aliases: {served}."
         raise ApiError(404, message, param="model")
     is_streaming = fields.get("stream")
-    if is_streaming is not None and type(is_streaming) is not bool:
-        raise ApiError(400, "'stream' must be a boolean", param="stream")
+    odd = _odd_type(fields)
     output_tokens = _limit(fields, "max_tokens")
     if endpoint == CHAT:
         more = _limit(fields, "max_completion_tokens")
         output_tokens = output_tokens if more is None else more
         prompt_tokens, alone_because = _read_messages(fields, len(raw))
+    elif endpoint != COMPLETIONS:
+        if endpoint == RESPONSES:
+            output_tokens = _limit(fields, "max_output_tokens")
+        prompt_tokens = len(raw) // BYTES_PER_TOKEN + 1
+        alone_because = why_alone(endpoint, fields)
     else:
-        if output_tokens is None and "max_tokens" not in fields:
+        if output_tokens is None and fields.get("max_tokens") is None:
             output_tokens = COMPLETION_TOKENS
         prompt_tokens, alone_because = _read_prompt(fields, len(raw))
-    if not alone_because:
-        alone_because = _why_alone(fields, output_tokens)
+    alone_because = alone_because or odd or _why_alone(fields, output_tokens)
     return ClientRequest(
         endpoint,
         raw,
         fields,
-        bool(is_streaming),
+        is_streaming is True,
         prompt_tokens,
         output_tokens,
         alone_because,
-        bool(is_streaming) and not alone_because and _can_continue(fields),
+        is_streaming is True and not alone_because and _can_continue(fields),
     )
 
 
@@ -297,30 +343,37 @@ def _can_continue(fields: dict[str, Any]) -> bool:
         if name == "min_tokens" and type(fields[name]) is int:
             continue
         allowed = _CONTINUED_WITH.get(name)
-        if allowed is None or not _is_one_of(fields[name], allowed):
+        if allowed is None or not is_one_of(fields[name], allowed):
             return False
     return True
 
 
+def _odd_type(fields: dict[str, Any]) -> str:
+    """The first field that the router reads and that has another type than it expects."""
+    for name, types in _READ_AS.items():
+        value = fields.get(name)
+        if value is None or type(value) in types:
+            continue
+        if types is not _INTEGER or type(value) is not float or not value.is_integer():
+            return name
+    return ""
+
+
 def _limit(fields: dict[str, Any], name: str) -> int | None:
     value = fields.get(name)
-    if value is None or type(value) is int:
-        return value
-    if type(value) is float and value.is_integer():
+    if type(value) is int or (type(value) is float and value.is_integer()):
         return int(value)
-    raise ApiError(400, f"{name!r} must be an integer", param=name)
+    return None
 
 
 def _read_messages(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
     """(estimate of the prompt's tokens, why not to split)."""
     messages = fields.get("messages")
-    if not isinstance(messages, list):
-        problem = "'messages' is missing" if messages is None else "'messages' must be an array"
-        raise ApiError(400, problem, param="messages")
-    alone_because = "" if messages else "messages"
-    for message in messages:
+    alone_because = "" if messages and isinstance(messages, list) else "messages"
+    for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
-            raise ApiError(400, "every item of 'messages' must be an object", param="messages")
+            alone_because = "messages"
+            break
         content = message.get("content")
         if type(content) is list and any(
             isinstance(part, dict) and part.get("type") not in ("text", "refusal")
@@ -333,41 +386,30 @@ def _read_messages(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
 def _read_prompt(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
     """(the prompt's tokens, exact or estimated; why not to split)."""
     prompt = fields.get("prompt")
+    estimate = raw_bytes // BYTES_PER_TOKEN + 1
     if type(prompt) is str:
-        return raw_bytes // BYTES_PER_TOKEN + 1, "" if prompt else "empty prompt"
-    if prompt is None:
-        if fields.get("prompt_embeds") is None:
-            raise ApiError(400, "'prompt' is missing", param="prompt")
-        return raw_bytes // BYTES_PER_TOKEN + 1, "prompt_embeds"
+        return estimate, "" if prompt else "empty prompt"
+    if prompt is None and fields.get("prompt_embeds") is not None:
+        return estimate, "prompt_embeds"
     if not isinstance(prompt, list):
-        raise ApiError(400, "'prompt' must be a string or an array", param="prompt")
+        return estimate, "prompt"
     kinds = {type(item) for item in prompt}
     if not kinds:
         return 1, "empty prompt"
     if kinds == {int}:
         return len(prompt), ""
     if kinds == {str}:
-        tokens = raw_bytes // BYTES_PER_TOKEN + 1
+        return estimate, "" if len(prompt) == 1 and prompt[0] else "several prompts"
+    if kinds == {list} and all(type(token) is int for tokens in prompt for token in tokens):
+        tokens = sum(map(len, prompt))
         return tokens, "" if len(prompt) == 1 and prompt[0] else "several prompts"
-    if kinds == {list}:
-        if any(type(token) is not int for tokens in prompt for token in tokens):
-            raise ApiError(400, "token ids in 'prompt' must be integers", param="prompt")
-        return sum(map(len, prompt)), "" if len(prompt) == 1 and prompt[0] else "several prompts"
-    raise ApiError(
-        400,
-        "'prompt' must hold either strings, or token ids, or arrays of token ids",
-        param="prompt",
-    )
+    return estimate, "prompt"
 
 
 def _why_alone(fields: dict[str, Any], output_tokens: int | None) -> str:
     for name, allowed in _NEVER_SPLIT.items():
-        if name in fields and not _is_one_of(fields[name], allowed):
+        if name in fields and not is_one_of(fields[name], allowed):
             return name
     if output_tokens is not None and output_tokens < 1:
         return "max_tokens"
     return ""
-
-
-def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    return any(value is a or (type(value) is type(a) and value == a) for a in allowed)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import orjson
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.router.prompt_usage import WholeLines
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError
 from splitserve.orchestrator.router.token_counts import UNKNOWN_COUNTS, AnswerCounter
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import Leg, RawHeaders
     from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.prompt_usage import WholeLines
     from splitserve.orchestrator.router.sent_tokens import SentTokens
     from splitserve.orchestrator.router.token_counts import TokenCounts
 
@@ -79,6 +79,8 @@ class PrefillListener:
         self._driver.tell(ev.PrefillAnswered(self._request_id, self._attempt, self._status))
 
     def failed(self, reason: str) -> None:
+        if self._on_answer is not None:
+            self._on_answer(b"")
         self._driver.tell(ev.PrefillFailed(self._request_id, self._attempt, reason))
 
 
@@ -117,7 +119,7 @@ class DecodeAnswer:
         self._sent = sent
         self._counter = AnswerCounter() if sent is None else None
         """Of an answer without token ids."""
-        self._lines: WholeLines | None = WholeLines() if exchange.counts_cached else None
+        self._lines: WholeLines | None = exchange.lines_to_count()
         """Of a stream whose events are not known to be whole, when a figure in them is changed."""
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -158,7 +160,7 @@ class DecodeAnswer:
             if self.status >= 400:
                 self._fail("its error answer is too large")
             else:
-                self._start_relaying(None, is_last)
+                self._start_relaying(is_last)
 
     def ended(self) -> None:
         if self.is_relaying and self._sent is not None and not self._sent.is_complete:
@@ -170,10 +172,7 @@ class DecodeAnswer:
         elif self.is_event_stream or not self._held_bytes:
             self.failed("the answer ended without any data")
         else:
-            body = self._exchange.with_cached(self.take())
-            self._held, self._held_bytes = [body], len(body)
-            if self._start_relaying(len(body), True):
-                self._end()
+            self._relay_whole()
 
     def failed(self, reason: str) -> None:
         if self.is_relaying and self._sent is not None and self._sent.is_finished:
@@ -191,7 +190,7 @@ class DecodeAnswer:
             return
         refusal = error_in_event(event)
         if refusal is None:
-            self._start_relaying(None, is_last)
+            self._start_relaying(is_last)
             return
         self.status, body = refusal
         self._held, self._held_bytes = [body], len(body)
@@ -199,21 +198,31 @@ class DecodeAnswer:
         self._stop()
         self._driver.tell(ev.DecodeRefused(self._exchange.id, self._attempt, self.status))
 
-    def _start_relaying(self, body_bytes: int | None, is_last: bool) -> bool:
-        """False when the core finds that the request's time was over before: the client has its
-        answer, or another engine the request.
+    def _start_relaying(self, is_last: bool) -> None:
+        if self._may_relay():
+            self._exchange.send_answer_head(None)
+            self._relay(self.take(), is_last)
+
+    def _relay_whole(self) -> None:
+        if not self._may_relay():
+            return
+        body = self.take()
+        if self._counter is not None:
+            self._counter.feed(body)
+        self._exchange.relay_whole(body)
+        self._end()
+
+    def _may_relay(self) -> bool:
+        """The first data has come. False when the core finds that the request's time was over
+        before: the client has its answer, or another engine the request.
         """
         self._driver.tell(ev.FirstDataArrived(self._exchange.id, self._attempt))
-        if not self._exchange.listens_to(self):
-            return False
-        self.is_relaying = True
-        self._exchange.send_answer_head(body_bytes)
-        self._relay(self.take(), is_last)
-        return True
+        self.is_relaying = self._exchange.listens_to(self)
+        return self.is_relaying
 
     def _end(self) -> None:
         if self._lines is not None and (rest := self._lines.rest()):
-            self._exchange.send_answer_body(rest, False)
+            self._exchange.relay(rest, False)
         self._driver.tell(ev.DecodeEnded(self._exchange.id, self._attempt))
         self._exchange.finish_answer()
 
@@ -232,7 +241,7 @@ class DecodeAnswer:
             data = self._lines.feed(data) + (self._lines.rest() if is_last else b"")
         if self._counter is not None:
             self._counter.feed(data)
-        self._exchange.send_answer_body(self._exchange.with_cached(data), is_last)
+        self._exchange.relay(data, is_last)
 
     def _fail(self, reason: str) -> None:
         self._stop()

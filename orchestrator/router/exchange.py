@@ -7,6 +7,7 @@ next legs ask for what is left, and the client sees one answer (``sent_tokens``)
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,17 +16,25 @@ import orjson
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.router import headers as header_policy
-from splitserve.orchestrator.router.client_request import CHAT, continued
+from splitserve.orchestrator.router.client_request import continued
+from splitserve.orchestrator.router.endpoints import CHAT, MESSAGES, PATHS, RESPONSES
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
-from splitserve.orchestrator.router.prompt_usage import UNKNOWN, cached_in, with_cached
+from splitserve.orchestrator.router.prompt_usage import (
+    RESPONSE_LINE_LIMIT_BYTES,
+    UNKNOWN,
+    WAIT_LIMIT_S,
+    Cached,
+    WholeLines,
+    figures_of,
+)
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
@@ -47,8 +56,6 @@ CHAT_EVENTS = 2
 completion only the last one does not.
 """
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
 
 class Sink(Protocol):
     """Where the client's answer goes. ``finish`` or ``abort`` comes last."""
@@ -66,21 +73,39 @@ class Sink(Protocol):
         """Close the connection so that the client sees an incomplete answer."""
 
 
+class LateEnd:
+    """The end of an answer that waits."""
+
+    __slots__ = ("data", "is_finished", "is_last", "is_whole", "timer")
+
+    def __init__(self, data: bytes, is_last: bool, *, is_whole: bool) -> None:
+        self.data = data
+        self.is_last = is_last
+        self.is_whole = is_whole
+        self.is_finished = False
+        """Nothing comes behind it."""
+        self.timer: asyncio.TimerHandle
+
+
 class Exchange:
     """A request, its legs and its answer. The driver calls the orders; the legs call back."""
 
     __slots__ = (
         "_answer",
+        "_awaits_cached",
         "_cached",
         "_decode",
         "_driver",
+        "_figures",
         "_is_answered",
         "_is_event_stream",
         "_is_over",
         "_is_paused",
         "_is_sent",
         "_last_bytes",
+        "_late",
         "_marks",
+        "_name_response",
         "_prefill",
         "_present_request",
         "_prompt_tokens",
@@ -93,6 +118,7 @@ class Exchange:
         "_tenant_tag",
         "client_request_id",
         "id",
+        "server_timing",
     )
 
     def __init__(
@@ -106,9 +132,15 @@ class Exchange:
         sink: Sink,
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
+        name_response: Callable[[str], str] | None = None,
     ) -> None:
+        """``name_response`` gives the id of a response that the engine of that incarnation is to
+        make.
+        """
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -119,11 +151,17 @@ class Exchange:
         self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
+        self._name_response = name_response
+        self._figures = figures_of(request.endpoint)
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
-        self._cached: bytes | None = None
+        self._cached: Cached | None = None
         """How much of the client's prompt the prefill engine had, None when none computed it."""
+        self._awaits_cached = False
+        """It has not told yet."""
+        self._late: LateEnd | None = None
+        """The answer's end, while it waits for that."""
         self._prompt_tokens: int | None = None
         """As the prefill engine counts them."""
         self._is_answered = False
@@ -181,6 +219,7 @@ class Exchange:
         on_answer = None
         if not self._resumed_tokens:
             self._cached, on_answer = UNKNOWN, self._note_prefill
+            self._awaits_cached = True
         for_prefill = TransferParams(
             transfer_id=order.transfer_id,
             role="prefill",
@@ -201,7 +240,8 @@ class Exchange:
         params = None
         if not self._resumed_tokens:
             self._cached = None
-        if self._resumed_tokens or self._tenant_tag or self._marks.joined:
+        has_news = self._resumed_tokens or self._tenant_tag or self._marks.joined
+        if has_news and self._request.needs_kv:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -225,12 +265,15 @@ class Exchange:
         """Close the leg's connection."""
         if leg == "prefill" and self._prefill is not None:
             self._prefill.cancel()
+            self._send_late()
         if leg == "decode" and self._decode is not None:
             self._decode.cancel()
 
     def answer_error(self, order: AnswerError) -> None:
         """An error status, an error event in a stream, or a broken-off answer."""
+        self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
+        error.endpoint = self._request.endpoint
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._is_sent:
@@ -291,6 +334,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
@@ -306,8 +351,10 @@ class Exchange:
         return not self._last_bytes or self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def finish_answer(self) -> None:
-        """The client has its whole answer; said once."""
-        if not self._is_over:
+        """The client has its whole answer, or gets it when its end need not wait; said once."""
+        if self._late is not None:
+            self._late.is_finished = True
+        elif not self._is_over:
             self._is_over = True
             self._sink.finish()
 
@@ -317,24 +364,66 @@ class Exchange:
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
         self._send_tail(self._sent)
 
-    @property
-    def counts_cached(self) -> bool:
-        """A figure in the decode engine's stream is another engine's to tell."""
-        return self._cached is not None and self._request.wants_usage
+    def lines_to_count(self) -> WholeLines | None:
+        """For a stream in which a figure is another engine's to tell; None when there is none."""
+        endpoint = self._request.endpoint
+        if self._cached is None:
+            return None
+        if endpoint in (RESPONSES, MESSAGES):
+            return WholeLines(RESPONSE_LINE_LIMIT_BYTES)
+        return WholeLines() if self._request.wants_usage else None
 
-    def with_cached(self, data: bytes) -> bytes:
-        """The decode engine's bytes with the right count of cached tokens."""
-        return data if self._cached is None else with_cached(data, self._cached)
+    def relay(self, data: bytes, is_last: bool) -> None:
+        """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
+        if self._late is not None:
+            self._late.data += data
+            self._late.is_last = is_last
+        elif self._cached is None:
+            self.send_answer_body(data, is_last)
+        elif self._awaits_cached and self._figures.are_in(data):
+            self._hold(LateEnd(data, is_last, is_whole=False))
+        else:
+            self.send_answer_body(self._figures.written(data, self._cached), is_last)
+
+    def relay_whole(self, body: bytes) -> None:
+        """The same with an answer that is not streamed, and its head."""
+        if self._awaits_cached and self._figures.are_in(body):
+            self._hold(LateEnd(body, is_last=True, is_whole=True))
+            return
+        if self._cached is not None:
+            body = self._figures.written(body, self._cached)
+        self.send_answer_head(len(body))
+        self.send_answer_body(body, True)
+
+    def _hold(self, late: LateEnd) -> None:
+        late.timer = asyncio.get_running_loop().call_later(WAIT_LIMIT_S, self._send_late)
+        self._late = late
+
+    def _send_late(self) -> None:
+        """What is known by now of the count has to do."""
+        self._awaits_cached = False
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.timer.cancel()
+        if late.is_whole:
+            self.relay_whole(late.data)
+        else:
+            self.relay(late.data, late.is_last)
+        if late.is_finished:
+            self.finish_answer()
 
     def listens_to(self, answer: DecodeAnswer) -> bool:
         """Whether that is the answer that the client is to have, and has not had."""
         return self._answer is answer and not self._is_over
 
     def _note_prefill(self, answer: bytes) -> None:
-        self._cached = cached_in(answer)
+        self._cached = self._figures.read(answer)
         self._prompt_tokens = usage_in(answer).prompt
+        self._send_late()
 
     def _send_tail(self, sent: SentTokens) -> None:
+        self._send_late()
         self.send_answer_body(b"" if sent.is_complete else sent.tail(), True)
         self.finish_answer()
 
@@ -379,7 +468,11 @@ class Exchange:
             raise BrokenStreamError("the answer would begin again")
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
-        body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
+        name = self._name_response
+        response_id = name(order.decode.incarnation) if name is not None else ""
+        body = self._present_request.decode_body(
+            params, self._salt, with_ids=with_ids, response_id=response_id
+        )
         self._decode = self._send(order.decode, body, self._answer)
         self._answer.leg = self._decode
 
@@ -392,11 +485,12 @@ class Exchange:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
         head = header_policy.request_head(
-            PATHS[self._request.endpoint],
+            self._request.target or PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
             self._shared_headers,
             size,
+            self._request.method,
         )
         payload: list[bytes | memoryview] = [head, *body]
         if size <= JOIN_LIMIT_BYTES:

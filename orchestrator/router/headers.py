@@ -3,10 +3,11 @@
 To both engines: everything the client sent (``traceparent``, ``user-agent``, its own headers)
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
-``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine), and
-``authorization``, in whose place the engine's own key goes. ``x-request-id`` is the client's when
-it is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and
-in the answer.
+``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
+``x-splitserve-timing`` (a wish to the router), and clients' keys (``authorization``,
+``x-api-key``), in whose place the engine's own one goes. ``x-request-id`` is the client's when it
+is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and in
+the answer.
 
 Back to the client: everything the decode engine sent except hop-by-hop headers, ``content-length``
 (set anew), ``date`` and ``server``.
@@ -42,8 +43,10 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"accept-encoding",
     b"expect",
     b"authorization",
+    b"x-api-key",
     b"x-data-parallel-rank",
     b"x-request-id",
+    b"x-splitserve-timing",
 }
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
 
@@ -84,10 +87,12 @@ def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:
     return kept
 
 
-def request_head(path: str, host: str, key: str, shared: bytes, body_bytes: int) -> bytes:
+def request_head(
+    path: str, host: str, key: str, shared: bytes, body_bytes: int, method: str = "POST"
+) -> bytes:
     """The head of a leg's request, up to and including the empty line."""
     return (
-        b"POST %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
+        b"%b %b HTTP/1.1\r\nhost: %b\r\nauthorization: Bearer %b\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-        % (path.encode(), host.encode(), key.encode(), body_bytes, shared)
+        % (method.encode(), path.encode(), host.encode(), key.encode(), body_bytes, shared)
     )

@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from splitserve.kv_transfer.cache.engine_cache import GAUGES
 from splitserve.orchestrator.core.audit import REMEDIES
 from splitserve.orchestrator.core.breaker import BreakerState
+from splitserve.orchestrator.router.request_parts import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,8 +37,11 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
+    from splitserve.orchestrator.router.request_log import Account
+    from splitserve.orchestrator.router.token_counts import Tally
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_BYTES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**30, 2**32, 2**34)
 _ENGINE_FIGURES = (
     "running",
     "waiting",
@@ -57,7 +61,8 @@ class RouterMetrics:
 
     def __init__(self, core: RouterCore) -> None:
         self._registry = CollectorRegistry()
-        self._histograms: list[_Histogram] = []
+        self._histograms: dict[str, list[_Histogram]] = {}
+        """By name: one, or one for each value of a label."""
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
@@ -97,6 +102,25 @@ class RouterMetrics:
         self._prefill_leg = self._histogram(
             "splitserve_prefill_leg_seconds", "From dispatch to the prefill engine's answer"
         )
+        self._parts = {
+            part: self._histogram(
+                "splitserve_request_part_seconds",
+                "Where the time of requests went; the parts of a request add up to its duration",
+                ("part", part),
+            )
+            for part in PARTS
+        }
+        self._hidden = self._histogram(
+            "splitserve_transfer_hidden_seconds",
+            "How long pages travelled while their prompt was still being computed",
+        )
+        self._exposed = self._histogram(
+            "splitserve_transfer_exposed_seconds",
+            "From the last computed layer of a prompt until its pages had landed",
+        )
+        self._transfer_bytes = self._histogram(
+            "splitserve_transfer_bytes", "Size of transfers that landed", bounds=_BYTES
+        )
         self._registry.register(_Calls(self._families))
         self._registry.register(_CoreCollector(core))
 
@@ -108,7 +132,7 @@ class RouterMetrics:
             self._decided[timeline.decision] += 1
             if timeline.expected_cached_tokens:
                 self._expected_cached[timeline.decision] += timeline.expected_cached_tokens
-            self._queue_wait.observe(dispatched - received)
+            self._queue_wait.observe((timeline.first_dispatched or dispatched) - received)
             if timeline.prefill_answered is not None:
                 self._prefill_leg.observe(timeline.prefill_answered - dispatched)
                 if (timeline.prefill_status or 0) >= 400:
@@ -121,6 +145,19 @@ class RouterMetrics:
             self._first_data.observe(timeline.first_data - received)
         if timeline.last_data is not None:
             self._duration.observe(timeline.last_data - received)
+
+    def account_for(self, timeline: Timeline, tally: Tally, account: Account) -> None:
+        """It is known where the time of a request went."""
+        if timeline.first_dispatched is None and timeline.queued is None:
+            return  # Refused at once.
+        for part, ms in account.parts.items():
+            self._parts[part].observe(ms / 1000)
+        if account.exposed_ms is not None:
+            self._exposed.observe(account.exposed_ms / 1000)
+        if account.hidden_ms is not None:
+            self._hidden.observe(account.hidden_ms / 1000)
+        if account.transfer.landed is not None and account.transfer.bytes is not None:
+            self._transfer_bytes.observe(account.transfer.bytes)
 
     def refused(self, status: int) -> None:
         """One request was answered before it was admitted."""
@@ -156,12 +193,23 @@ class RouterMetrics:
         for decision, count in self._expected_cached.items():
             expected.add_metric([decision], count)
         yield expected
-        for histogram in self._histograms:
-            yield histogram.family()
+        for histograms in self._histograms.values():
+            family = HistogramMetricFamily(
+                histograms[0].name, histograms[0].text, labels=histograms[0].label[:1]
+            )
+            for histogram in histograms:
+                histogram.add_to(family)
+            yield family
 
-    def _histogram(self, name: str, text: str) -> _Histogram:
-        histogram = _Histogram(name, text)
-        self._histograms.append(histogram)
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        label: tuple[str, str] | tuple[()] = (),
+        bounds: tuple[float, ...] = _FAST,
+    ) -> _Histogram:
+        histogram = _Histogram(name, text, label, bounds)
+        self._histograms.setdefault(name, []).append(histogram)
         return histogram
 
 
@@ -170,22 +218,31 @@ class _Histogram:
     sample, which for three samples per request was a twentieth of the router's CPU time.
     """
 
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-        self._counts = [0] * (len(_FAST) + 1)
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        label: tuple[str, str] | tuple[()] = (),
+        bounds: tuple[float, ...] = _FAST,
+    ) -> None:
+        """``label`` is its name and value, empty for a histogram without one."""
+        self.name = name
+        self.text = text
+        self.label = label
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
+    def observe(self, value: float) -> None:
         """One sample."""
-        self._counts[bisect_left(_FAST, seconds)] += 1
-        self._sum += seconds
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
-    def family(self) -> Metric:
+    def add_to(self, family: HistogramMetricFamily) -> None:
         """For the exposition: buckets are cumulative."""
-        bounds = [*map(str, map(float, _FAST)), "+Inf"]
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        family.add_metric(list(self.label[1:]), buckets, self._sum)
 
 
 class _Calls(Collector):

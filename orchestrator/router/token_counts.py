@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 _PROMPT = b'"prompt_tokens":'
 _ANSWER = b'"completion_tokens":'
+_INPUT = b'"input_tokens":'
+_OUTPUT = b'"output_tokens":'
 _EVENT_END = b"\n\n"
 _DIGITS = b"0123456789"
 
@@ -70,7 +72,10 @@ def usage_in(answer: bytes) -> TokenCounts:
     """The last figures in an engine's answer. In JSON they cannot be part of a text, whose quotes
     are escaped.
     """
-    return TokenCounts(_figure(answer, _PROMPT), _figure(answer, _ANSWER))
+    counts = TokenCounts(_figure(answer, _PROMPT), _figure(answer, _ANSWER))
+    if counts.answer is None:
+        return TokenCounts(_figure(answer, _INPUT), _figure(answer, _OUTPUT))
+    return counts
 
 
 def _figure(answer: bytes, name: bytes) -> int | None:

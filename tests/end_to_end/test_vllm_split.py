@@ -17,11 +17,14 @@ import aiohttp
 import openai
 import psutil
 import pytest
+from end_to_end.conformance.run import REAL_ROWS, counted, run, transfer_problems
+from end_to_end.conformance.sides import REQUEST_LIMIT_S, OneCluster
 from support.split_client import Split, start_split, stop_split
+from support.timelines import assert_whole_timeline, complete_record
 from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -38,7 +41,7 @@ prefill: &pool
   kv_cache_bytes: 1 GB
   env: {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {log}}}
   engine_args: {{dtype: float32, block_size: 128, max_model_len: 2048, enforce_eager: true,
-    max_num_batched_tokens: 512}}
+    max_num_batched_tokens: 512, enable_prompt_tokens_details: true}}
   transfer: {{transport: nixl, lease_s: 15}}
 decode:
   <<: *pool
@@ -128,6 +131,28 @@ async def test_text_equals_one_engine(split: Split) -> None:
     assert long["first_write"] < long["last_layer"]
 
 
+async def test_a_timeline_has_every_part(split: Split) -> None:
+    """A streamed split request of several steps: the router's record has all moments in order,
+    parts that add up to the time to the first token, and every page.
+    """
+    (prompt,) = prompts([1200], seed=7)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    async with aiohttp.ClientSession(headers={"X-Request-Id": "whole"}) as session:
+        await split.forget_prefixes(session)
+        async with session.post(split.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200
+            assert b"[DONE]" in await answer.read()
+    record = await complete_record(split.url, "whole")
+    node = (await split.nodes())["decode-0"]
+    assert_whole_timeline(
+        record,
+        layers=LAYERS,
+        pages=LAYERS * -(-1200 // BLOCK),
+        page_bytes=node["kv_bytes_per_token"] * BLOCK // LAYERS,
+    )
+    assert record["transfer_hidden_ms"] > 0
+
+
 async def test_known_prefixes_are_not_sent_again(split: Split) -> None:
     """A second prompt with a common prefix: the decode node is granted only what it lacks, and the
     text stays right.
@@ -165,6 +190,23 @@ async def test_openai_client_streams(split: Split) -> None:
     assert "Paris" in text
     assert usage is not None
     assert usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_answers_are_those_of_one_engine(
+    split: Split, summary: Callable[[str], None]
+) -> None:
+    """Some rows of the conformance suite (``conformance/``): status, body and every event."""
+    limit = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+    async with aiohttp.ClientSession(timeout=limit) as session:
+        url = (await split.nodes())["prefill-0"]["engine_url"]
+        outcomes = await run(OneCluster(session, split, url), REAL_ROWS, limit=2)
+    summary(f"conformance, real model: {counted(outcomes.values())}")
+    transfers = split.transfers("receive")
+    problems = {
+        key: [*outcome.problems, *transfer_problems(outcome, transfers, BLOCK)]
+        for key, outcome in outcomes.items()
+    }
+    assert not any(problems.values()), problems
 
 
 async def test_refusals_reach_the_client_and_leave_nothing(split: Split) -> None:

@@ -16,7 +16,7 @@ from support import mock_cluster
 from support.mock_cluster import TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     import psutil
 
@@ -69,15 +69,20 @@ def completion(prompt: list[int], tokens: int = TOKENS, **fields: Any) -> dict[s
 
 
 async def ask(
-    url: str, body: dict[str, Any] | bytes, headers: Mapping[str, str] | None = None
+    url: str,
+    body: dict[str, Any] | bytes | AsyncIterator[bytes],
+    headers: Mapping[str, str] | None = None,
+    path: str = "/v1/completions",
 ) -> Answer:
-    """One request on a connection of its own; cancelling it closes the connection."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    """One request on a connection of its own; cancelling it closes the connection. Pieces are sent
+    chunked.
+    """
+    raw = json.dumps(body).encode() if isinstance(body, dict) else body
     limit = aiohttp.ClientTimeout(total=CLIENT_LIMIT_S)
     sent = {"Content-Type": "application/json", **(headers or {})}
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(f"{url}/v1/completions", data=raw, headers=sent) as response,
+        session.post(f"{url}{path}", data=raw, headers=sent) as response,
     ):
         return Answer(response.status, await response.read(), response.headers)
 

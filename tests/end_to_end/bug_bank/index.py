@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HERE = "end_to_end/bug_bank/"
+SAME = "end_to_end/conformance/test_rows.py::test_the_answer_is_that_of_one_engine"
+OTHERS = "end_to_end/conformance/test_endpoints.py::test_the_answer_is_that_of_one_engine"
+"""Rows of the conformance suite ask for it, of a cluster and of one engine."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,107 @@ ENTRIES = {
         "vllm-project/vllm PR#53250",
         (HERE + "test_pages.py::test_a_preempted_request_does_not_wait_for_pages_again",),
     ),
+    "A15": Entry(
+        "the client's min_tokens meets the one token of the prefill leg",
+        "vllm-project/vllm PR#16705",
+        (
+            SAME,
+            "unit/router/test_client_request.py"
+            "::test_the_prefill_leg_keeps_only_what_shapes_the_prompt",
+        ),
+    ),
+    "A16": Entry(
+        "one token is asked for and two come",
+        "sgl-project/sglang PR#7147",
+        (SAME,),
+    ),
+    "A17": Entry(
+        "an endpoint that is newer than the split knows nothing of it",
+        "sgl-project/sglang#35497",
+        (
+            OTHERS,
+            "unit/router/test_responses.py::test_a_response_is_split",
+            "unit/router/test_forwarding.py::test_it_reaches_a_decode_node_as_it_came",
+            "unit/router/test_at_the_door.py::test_everything_else_is_a_clear_error",
+            "unit/router/test_openapi_examples.py::test_examples",
+        ),
+    ),
+    "A18": Entry(
+        "several answers to one prompt never come",
+        "ai-dynamo/dynamo#14098",
+        (
+            SAME,
+            "end_to_end/conformance/test_rows.py::test_the_engines_have_lived_and_hold_nothing",
+        ),
+    ),
+    "A19": Entry(
+        "prompt_logprobs end the decode engine, which has not computed the prompt",
+        "vllm-project/vllm-ascend#13363",
+        (
+            SAME,
+            "end_to_end/conformance/test_rows.py::test_the_engines_have_lived_and_hold_nothing",
+        ),
+    ),
+    "A20": Entry(
+        "usage counts every prompt that was sent to decode as cached",
+        "vllm-project/router#193",
+        (
+            SAME,
+            "unit/router/test_prompt_usage.py::test_a_stream_has_the_prefill_engines_figure",
+            "unit/router/test_prompt_usage.py::test_a_figure_that_comes_late_is_waited_for",
+        ),
+    ),
+    "A21": Entry(
+        "a character that is cut between two network chunks breaks the reader",
+        "vllm-project/vllm PR#38732",
+        (
+            "unit/router/test_relaying.py::test_stream_bytes_pass_unchanged",
+            "unit/router/test_sent_tokens.py::test_the_ids_are_cut_out_wherever_the_reads_end",
+            SAME,
+        ),
+    ),
+    "A22": Entry(
+        "a forced tool call is parsed out of the one token of the prefill leg",
+        "vllm-project/vllm#38911",
+        (
+            SAME,
+            "unit/router/test_client_request.py"
+            "::test_the_prefill_leg_keeps_only_what_shapes_the_prompt",
+        ),
+    ),
+    "A23": Entry(
+        "both sides render and tokenise the prompt, and need not agree",
+        "vllm-project/vllm#25373",
+        (
+            "unit/config/test_checks.py::test_pools_that_would_make_different_prompts_are_refused",
+            "end_to_end/test_mock_failures.py::test_prompts_that_differ_are_refused",
+        ),
+    ),
+    "A24": Entry(
+        "the same prompt at temperature 0 gets different answers",
+        "vllm-project/vllm#27086",
+        ("end_to_end/conformance/test_repeated.py::test_the_same_again", SAME),
+    ),
+    "A25": Entry(
+        "one adapter is served the KV of another one",
+        "vllm-project/vllm#44250",
+        (
+            OTHERS,
+            "end_to_end/test_vllm_cache.py::test_adapters_do_not_share_chunks",
+            "unit/router/test_adapters.py::test_it_is_split_between_nodes_that_both_have_it",
+            "unit/router/test_adapters.py::test_it_is_alone_where_only_decode_has_it",
+        ),
+    ),
+    "A26": Entry(
+        "all pictures share one entry of the cache",
+        "LMCache/LMCache#690",
+        (
+            SAME,
+            OTHERS,
+            "unit/kv_transfer/cache/test_keys.py::test_a_change_shows_from_its_chunk_on",
+            "unit/router/test_client_request.py::test_messages_with_pictures_are_not_split",
+        ),
+    ),
     "A29": Entry(
         "the store has evicted some of a prompt's chunks, and ranks disagree",
         "LMCache/LMCache#1467",
@@ -172,6 +276,8 @@ ENTRIES = {
         (
             HERE + "test_router.py::test_an_engines_refusal_is_passed_on",
             HERE + "test_router.py::test_a_stream_whose_engine_dies_has_no_clean_end",
+            SAME,
+            "unit/router/test_at_the_door.py::test_odd_types_are_the_engines_to_judge",
             "unit/router/test_relaying.py::test_an_engines_error_is_passed_on_unchanged",
             "unit/router/test_relaying.py::test_a_stream_that_breaks_ends_with_an_error_event",
         ),
@@ -215,6 +321,43 @@ ENTRIES = {
             HERE + "test_router_connections.py::test_an_engine_that_refuses_the_key",
             "unit/router/test_relaying.py::test_the_header_policy",
             "unit/router/test_at_the_door.py::test_a_wrong_key_is_401",
+        ),
+    ),
+    "A41": Entry(
+        "bodies above the framework's default limit are refused",
+        "sgl-project/sglang PR#2444",
+        (
+            HERE + "test_router.py::test_large_bodies",
+            HERE + "test_router.py::test_a_body_above_the_limit",
+            "unit/router/test_at_the_door.py::test_an_oversized_body_is_413",
+        ),
+    ),
+    "A42": Entry(
+        "two servers on one host want the same port",
+        "vllm-project/vllm#20965",
+        (
+            "unit/launch/test_ports.py::test_every_open_port_is_filled_once",
+            "unit/launch/test_ports.py::test_a_port_in_use_is_passed_over",
+            "unit/config/test_checks.py::test_ports_that_overlap_are_refused",
+            "end_to_end/test_up_down.py::test_a_port_in_use_is_refused_before_anything_starts",
+        ),
+    ),
+    "A43": Entry(
+        "a threshold of 0 means never where the documentation says always",
+        "llm-d/llm-d-router PR#871",
+        (
+            "unit/router/test_observing.py::test_the_metrics_tell_what_a_threshold_does",
+            "unit/config/test_checks.py::test_a_threshold_that_is_none_is_refused",
+            "unit/core/test_admission_and_placement.py::test_what_is_split",
+        ),
+    ),
+    "A45": Entry(
+        "the time per token is the time per event",
+        "vllm-project/vllm#27485",
+        (
+            "unit/cli/test_probe_client.py::test_every_token_of_an_event_counts",
+            "unit/cli/test_probe_client.py::test_a_failure_is_no_answer",
+            "unit/benchmarks/test_harness.py::test_tokens_are_counted_and_not_events",
         ),
     ),
     "A46": Entry(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.bank_client import (
@@ -23,6 +23,9 @@ from support.bank_client import (
 from support.idle_check import router_status, until_usable
 from support.mock_cluster import Cluster, alone
 from support.mock_engines import POLL_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -53,6 +56,38 @@ async def test_an_engines_refusal_is_passed_on(
     answer = await ask(quad.url, body)
     assert answer.status == (404 if what == "unknown model" else 400), answer.raw
     answer.check_error()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "is_chunked"), [(900_000, False), (3_000_000, True), (30_000_000, False)]
+)
+async def test_large_bodies(pair: Cluster, size_bytes: int, is_chunked: bool) -> None:
+    """A41 (sgl-project/sglang PR#2444): the engine judges a body of any size up to
+    ``router.max_body_bytes``, and its words reach the client.
+    """
+    chat = "/v1/chat/completions"
+    content = "x" * size_bytes
+    body = {"model": "mock", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    raw = json.dumps(body).encode()
+    answer = await ask(pair.url, _pieces(raw) if is_chunked else raw, path=chat)
+    status, told = await (await pair.engine("decode-0")).ask(body, path=chat)
+    assert (answer.status, answer.body) == (status, told)
+    assert status == 400
+    answer.check_error()
+
+
+async def _pieces(raw: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(raw), 2**16):
+        yield raw[start : start + 2**16]
+
+
+async def test_a_body_above_the_limit(pair: Cluster) -> None:
+    """A41: a 413 that says so, and the next request is served."""
+    answer = await ask(pair.url, b" " * (33 * 2**20))
+    assert answer.status == 413
+    answer.check_error()
+    prompt = prompt_of(100, number=3350)
+    assert text_of((await stream(pair, prompt)).raw) == alone(prompt)
 
 
 async def test_a_stream_whose_engine_dies_has_no_clean_end(quad: Cluster) -> None:

@@ -131,3 +131,14 @@ async def test_a_replay_measures_from_the_traces_times(benchmark: Any) -> None:
     assert np.isnan(found.ttft_s[1])
     with pytest.raises(ZeroDivisionError):
         replay.outcome_of([first], [ZeroDivisionError()], 100.0)
+
+
+def test_tokens_are_counted_and_not_events(benchmark: Any) -> None:
+    """Four tokens in each event, an event every 100 ms: 25 ms a token, but for the first event's;
+    one token takes no time.
+    """
+    streamed = benchmark("harness.client").Streamed
+    events = tuple(n / 10 for n in range(21))
+    assert streamed(0.0, events, "", (), 81, 0).mean_itl == pytest.approx(0.025)
+    assert streamed(0.0, events, "", (), 0, 0).mean_itl == pytest.approx(0.1)
+    assert streamed(0.0, (0.5,), "", (), 1, 0).mean_itl == 0

@@ -35,6 +35,31 @@ def test_pools_that_do_not_fit_are_refused(key: str, ours: object, theirs: objec
     assert "same value" in problem
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("chat_template: a.jinja", "chat_template: b.jinja"),
+        ("chat-template: a.jinja", ""),
+        ("", "tokenizer_revision: b"),
+        ("default_chat_template_kwargs: {a: 1}", "default_chat_template_kwargs: {a: 2}"),
+    ],
+)
+def test_pools_that_would_make_different_prompts_are_refused(ours: str, theirs: str) -> None:
+    """Both values are named; equal ones are taken, however they are spelled."""
+    text = "engine: mock\nprefill: {{engine_args: {{{}}}}}\ndecode: {{engine_args: {{{}}}}}\n"
+    (problem,) = problems_of(text.format(ours, theirs))
+    assert "different prompts" in problem
+    assert "None" in problem or "{'a': 1}" in problem or "a.jinja" in problem
+    parse(MODEL + text.format("chat-template: a.jinja", "chat_template: a.jinja"))
+
+
+@pytest.mark.parametrize("threshold", ["-1", "many", "1.5", "true"])
+def test_a_threshold_that_is_none_is_refused(threshold: str) -> None:
+    """With the key's name."""
+    text = f"engine: mock\npolicy: {{conditional: {{min_uncached_tokens: {threshold}}}}}\n"
+    assert "policy.conditional.min_uncached_tokens" in problems_of(text)[0]
+
+
 def test_pools_with_different_transports_are_refused() -> None:
     """Both ends must speak the same."""
     text = "engine: mock\nprefill: {transfer: {transport: tcp}}\n"

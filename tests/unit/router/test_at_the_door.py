@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from router_stubs.cluster import completion, stub_cluster, until
+from router_stubs.engine import send
 
 from splitserve.orchestrator.router.exchange import Exchange
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import StartPair
 
 JSON = {"Content-Type": "application/json"}
+KV = "kv_transfer_params"
 
 
 async def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -30,24 +32,60 @@ async def error_of(response: Any, status: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status"),
+    ("body", "status"),
     [
-        ("completions", b"{", 400),
-        ("completions", b"[]", 400),
-        ("completions", b'{"model":"m","prompt":"x","y":' + b"[" * 300 + b"]" * 300 + b"}", 400),
-        ("completions", b'{"model":"other","prompt":"x"}', 404),
-        ("completions", b'{"model":"m"}', 400),
-        ("chat/completions", b'{"model":"m","messages":"x"}', 400),
-        ("chat/completions", b'{"model":"m","messages":[1]}', 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"model":"m","prompt":"x","y":' + b"[" * 300 + b"]" * 300 + b"}", 400),
+        (b'{"model":"other","prompt":"x"}', 404),
     ],
 )
-async def test_bad_bodies_do_not_reach_an_engine(path: str, body: bytes, status: int) -> None:
+async def test_bad_bodies_do_not_reach_an_engine(body: bytes, status: int) -> None:
     """They are answered at once, on a connection that stays usable."""
     async with stub_cluster("p0", "d0") as cluster:
-        await error_of(await cluster.post(path, data=body, headers=JSON), status)
+        await error_of(await cluster.post(data=body, headers=JSON), status)
         assert not cluster.engines["p0"].asked
         assert not cluster.engines["d0"].asked
         assert (await cluster.post()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {}),
+        ("completions", {"prompt": {"a": 1}}),
+        ("completions", {"prompt": ["a", 1] * 4000}),
+        ("completions", {"prompt": "x" * 9000, "model": [7]}),
+        ("completions", {"prompt": "x" * 9000, "max_tokens": {}, "cache_salt": 7}),
+        ("completions", {"prompt": "x" * 9000, "stream_options": 3, "stream": "yes"}),
+        ("chat/completions", {"messages": "x" * 9000}),
+        ("chat/completions", {"messages": [["x" * 9000]]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keys", [{}, {"sk-1": "a"}])
+async def test_odd_types_are_the_engines_to_judge(
+    path: str, fields: dict[str, Any], keys: dict[str, str]
+) -> None:
+    """They reach a decode node alone as they are, but for the tenant's salt; its answer is the
+    client's.
+    """
+    async with stub_cluster("p0", "p1", "d0", keys=keys) as cluster:
+
+        async def refuse(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await send(writer, 400, b'{"error":{"message":"no","code":400}}')
+
+        cluster.engines["d0"].answer = refuse
+        response = await cluster.post(
+            path, json=fields, headers={"Authorization": "Bearer sk-1"} if keys else {}
+        )
+        assert (response.status, (await response.json())["error"]["message"]) == (400, "no")
+        (asked,) = cluster.engines["d0"].asked
+        assert {k: v for k, v in asked.body.items() if k not in ("cache_salt", KV)} == {
+            k: v for k, v in fields.items() if k != "cache_salt"
+        }
+        assert not cluster.engines["p0"].asked
+        await cluster.idle()
 
 
 async def test_the_body_must_be_json_by_its_type() -> None:
@@ -94,10 +132,21 @@ async def test_an_oversized_body_is_413(encoding: str) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("POST", "/v1/responses", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("POST", "/tokenize", 404),
         ("POST", "/inference/v1/generate", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/unload_lora_adapter", 404),
+        ("POST", "/reset_prefix_cache", 404),
+        ("POST", "/sleep", 404),
+        ("POST", "/collective_rpc", 404),
+        ("POST", "/v1/completions/render", 404),
+        ("GET", "/server_info", 404),
+        ("GET", "/v1/models/m", 404),
+        ("GET", "/v1/responses/", 404),
+        ("DELETE", "/v1/responses/resp_1", 405),
+        ("GET", "/v1/responses/resp_1/cancel", 405),
+        ("GET", "/v1/responses/resp_1/input_items", 404),
+        ("GET", "/tokenize", 405),
+        ("POST", "/version", 405),
         ("POST", "/v1/chat/completions/", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
@@ -109,6 +158,7 @@ async def test_everything_else_is_a_clear_error(method: str, path: str, status: 
     async with stub_cluster("p0", "d0") as cluster:
         response = await cluster.session.request(method, cluster.url + path)
         assert path in (await error_of(response, status))["message"] or "timeline" in path
+        assert ("allow" in response.headers) == (status == 405)
 
 
 async def test_overload_is_429_with_retry_after() -> None:

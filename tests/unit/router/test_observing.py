@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from router_stubs.cluster import SECRET, StubCluster, completion, stub_cluster
 
 from splitserve.orchestrator.agent.auth import agent_token
 from splitserve.orchestrator.core.effects import Timeline
-from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.request_log import Entry, RequestLog
 from splitserve.orchestrator.router.token_counts import Tally
-
-if TYPE_CHECKING:
-    import pytest
 
 OPERATOR = {"Authorization": f"Bearer {agent_token(SECRET)}"}
 
@@ -63,6 +61,29 @@ async def test_labels_are_bounded() -> None:
             await cluster.session.get(f"{cluster.url}/path-{number}")
         text = await (await cluster.session.get(cluster.url + "/metrics")).text()
         assert "-7" not in text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "split"), [(None, 3), (0, 3), (1, 3), (65, 2), (1_000_000, 0)]
+)
+async def test_the_metrics_tell_what_a_threshold_does(threshold: int | None, split: int) -> None:
+    """Without one, and with 0, every prompt is split that can be; prompts of 64, 65 and 500 tokens
+    otherwise as they are long enough.
+    """
+    policy = {} if threshold is None else {"conditional": {"min_uncached_tokens": threshold}}
+    async with stub_cluster("p0", "d0", policy=policy) as cluster:
+        for length in (64, 65, 500):
+            await (await cluster.post(json=completion(prompt=[7] * length))).read()
+            await cluster.idle()
+        text = await (await cluster.session.get(cluster.url + "/metrics")).text()
+        name = "splitserve_disaggregation_decisions_total"
+        counts = {
+            kind: float(value)
+            for kind, value in re.findall(rf'{name}{{decision_type="(\w+)"}} (\S+)', text)
+        }
+        assert counts.get("split", 0) == split
+        assert counts.get("alone_short_prompt", 0) == 3 - split
+        assert len(cluster.engines["p0"].asked) == split
 
 
 async def test_each_request_is_one_log_line() -> None:
@@ -117,12 +138,12 @@ def test_a_request_log_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         log = RequestLog(full, 10)  # type: ignore[arg-type]
         for _ in range(3):
-            log._unwritten.append((timeline, Tally("x")))
+            log._unwritten.append(Entry(timeline, Tally("x")))
             log.flush()
         assert caplog.text.count("the request log cannot be written") == 1
     kept = io.BytesIO()
     log._stream = kept
-    log._unwritten.append((timeline, Tally("x")))
+    log._unwritten.append(Entry(timeline, Tally("x")))
     log.flush()
     assert "3 lines of the request log were lost" in caplog.text
     assert kept.getvalue().count(b"\n") == 1

@@ -11,13 +11,15 @@ import pytest
 from router_stubs.cluster import StubCluster, completion, stub_cluster, until
 from router_stubs.engine import DONE, Asked, send, stream
 
+from splitserve.orchestrator.router import exchange
 from splitserve.orchestrator.router.prompt_usage import (
     LINE_LIMIT_BYTES,
+    Cached,
     WholeLines,
-    cached_in,
-    with_cached,
+    figures_of,
 )
 
+FIGURES = figures_of("completions")
 FIELD = '"prompt_tokens_details":{"cached_tokens":'
 IN_A_TEXT = json.dumps({"text": FIELD + "5}"}).encode()
 
@@ -27,25 +29,30 @@ def usage(cached: int | None, **more: int | None) -> dict[str, Any]:
     return {"prompt_tokens": 300, "prompt_tokens_details": details}
 
 
-def answer(cached: int | None, text: str = "4") -> bytes:
+def answer(cached: int | None, **more: int | None) -> bytes:
     """Of an engine; written without blanks, as engines do."""
-    value = {"choices": [{"text": text}], "usage": usage(cached), "more": None}
+    value = {"choices": [{"text": "4"}], "usage": usage(cached, **more), "more": None}
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def test_a_figure_is_found() -> None:
-    """As the engine wrote it; null where there is none."""
-    assert cached_in(answer(256)) == b"256"
-    assert cached_in(answer(None)) == cached_in(b"") == cached_in(IN_A_TEXT) == b"null"
+def test_figures_are_found() -> None:
+    """As the engine wrote them; null where there is none."""
+    assert FIGURES.read(answer(256)) == (b"256", b"null")
+    assert FIGURES.read(answer(256, created_cache_tokens=32, more=None)) == (b"256", b"32")
+    for text in (answer(None), b"", IN_A_TEXT):
+        assert FIGURES.read(text) == (b"null", b"null")
 
 
-def test_a_figure_is_replaced() -> None:
-    """With what stands around it unchanged, and the last one only; a text is no figure."""
+def test_figures_are_replaced() -> None:
+    """With what stands around them unchanged, and the last ones only; a text is no figure."""
+    figures = Cached(b"7", b"64")
     more = json.dumps(usage(300, created=None), separators=(",", ":")).encode()
-    assert json.loads(with_cached(more, b"7")) == usage(7, created=None)
-    assert with_cached(answer(300) + answer(1), b"20") == answer(300) + answer(20)
+    assert json.loads(FIGURES.written(more, figures)) == usage(7, created=None)
+    both = answer(300, created_cache_tokens=0, media=None)
+    assert FIGURES.written(both, figures) == answer(7, created_cache_tokens=64, media=None)
+    assert FIGURES.written(answer(300) + answer(1), figures) == answer(300) + answer(7)
     for text in (b"", IN_A_TEXT, answer(None)):
-        assert with_cached(text, b"7") == text
+        assert FIGURES.written(text, figures) == text
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 1000])
@@ -107,21 +114,64 @@ async def test_a_whole_answer_has_the_prefill_engines_figure(known: int | None) 
         assert details == {"cached_tokens": known}
 
 
-async def test_a_figure_that_comes_too_late_is_null() -> None:
-    """The decode engine has ended before the prefill engine answers."""
-    has_answer = asyncio.Event()
+def when(told: asyncio.Event, reply: Reply) -> Reply:
+    """An engine that answers when it is told to."""
 
-    async def late(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        await has_answer.wait()
-        await engine(256)(asked, writer)
+    async def wait(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await told.wait()
+        await reply(asked, writer)
 
+    return wait
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_figure_that_comes_late_is_waited_for(is_streaming: bool) -> None:
+    """The decode engine has ended before the prefill engine answers: what comes before the figure
+    is not held back, and its slot is free meanwhile.
+    """
+    told = asyncio.Event()
     async with stub_cluster("p0", "d0") as cluster:
-        cluster.engines["p0"].answer = late
+        cluster.engines["p0"].answer = when(told, engine(256))
+        cluster.engines["d0"].answer = engine(300, 7)
+        body = completion(stream=is_streaming)
+        if is_streaming:
+            body["stream_options"] = {"include_usage": True}
+        asking = asyncio.ensure_future(cluster.post(json=body))
+        if is_streaming:
+            response = await asking
+            assert b'"text":"4"' in await response.content.readany()
+        node = cluster.router.core.membership.nodes["d0"]
+        await until(lambda: bool(cluster.engines["d0"].asked) and not node.decode_legs)
+        told.set()
+        text = await (await asking).read()
+        assert b'"cached_tokens":256' in text
+        assert text.endswith(DONE) == is_streaming
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_figure_that_does_not_come_is_null(
+    fails: bool, is_streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill engine breaks off, or its figure is waited for no longer."""
+    monkeypatch.setattr(exchange, "WAIT_LIMIT_S", 60.0 if fails else 0.05)
+    told = asyncio.Event()
+    async with stub_cluster("p0", "d0") as cluster:
+        cluster.engines["p0"].answer = when(told, engine(256))
         cluster.engines["d0"].answer = engine(300)
-        response = await cluster.post(json=completion(stream=False))
-        details = (await response.json())["usage"]["prompt_tokens_details"]
-        has_answer.set()
-        assert details == {"cached_tokens": None}
+        body = completion(stream=is_streaming)
+        if is_streaming:
+            body["stream_options"] = {"include_usage": True}
+        asking = asyncio.ensure_future(cluster.post(json=body))
+        if fails:
+            node = cluster.router.core.membership.nodes["d0"]
+            await until(lambda: bool(cluster.engines["d0"].asked) and not node.decode_legs)
+            cluster.engines["p0"].drop_connections()
+        text = await (await asking).read()
+        assert b'"cached_tokens":null' in text
+        assert text.endswith(DONE) == is_streaming
+        told.set()
         await cluster.idle()
 
 

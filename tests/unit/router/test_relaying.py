@@ -69,6 +69,7 @@ async def test_the_header_policy() -> None:
                 "x-hop": "1",
                 "Proxy-Authorization": "secret",
                 "x-data-parallel-rank": "3",
+                "x-api-key": "sk-1",
             }
         )
         await response.read()
@@ -80,9 +81,26 @@ async def test_the_header_policy() -> None:
             assert (headers["x-custom"], headers["user-agent"]) == ("c", "u")
             unwanted = {"accept-encoding", "connection", "x-hop", "te", "proxy-authorization"}
             assert not unwanted & headers.keys()
-            assert "x-data-parallel-rank" not in headers
+            assert not {"x-data-parallel-rank", "x-api-key"} & headers.keys()
         assert response.headers["x-engine"] == "kept"
         assert response.headers.get("server") != "stub"
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "expected"),
+    [("h", "f", "h"), (None, "f", "f"), (None, 7, None), (None, "\u00e9 ", None)],
+)
+async def test_the_body_may_name_the_request(
+    header: str | None, field: object, expected: str | None
+) -> None:
+    """As with one engine; the header counts more, and what is fit for no header is not taken."""
+    async with stub_cluster("p0", "d0") as cluster:
+        headers = {"X-Request-Id": header} if header else {}
+        response = await cluster.post(json=completion(request_id=field), headers=headers)
+        name = response.headers["x-request-id"]
+        assert name == expected if expected else name not in (str(field), header)
+        assert cluster.engines["d0"].asked[0].headers["x-request-id"] == name
+        await response.read()
 
 
 async def test_a_strange_request_id_is_replaced() -> None:

@@ -1,0 +1,53 @@
+"""Every row of the tables, with the tiny model: the cluster's answer is that of one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from end_to_end.conformance.run import ROWS, Outcome, counted, run, transfer_problems
+from end_to_end.conformance.sides import BLOCK, Sides
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from end_to_end.conformance.row import Row
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def outcomes(
+    sides: Sides, request: pytest.FixtureRequest
+) -> AsyncIterator[dict[str, Outcome]]:
+    """What became of the rows that were selected, several of which are asked at a time."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    rows = [call.params["row"] for call in calls if call is not None and "row" in call.params]
+    yield await run(sides, rows)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+async def test_the_answer_is_that_of_one_engine(
+    outcomes: dict[str, Outcome], sides: Sides, row: Row
+) -> None:
+    """Status, body and every event, streamed and not; split where it is to be split, and then with
+    all pages of the prompt received.
+    """
+    outcome = outcomes[row.key]
+    assert not outcome.problems, "\n".join(outcome.problems)
+    assert not transfer_problems(outcome, sides.split.transfers("receive"), BLOCK)
+
+
+async def test_the_engines_have_lived_and_hold_nothing(
+    outcomes: dict[str, Outcome], sides: Sides, summary: Callable[[str], None]
+) -> None:
+    """No row has ended an engine, and nothing of any row is left."""
+    summary(f"conformance, tiny model: {counted(outcomes.values())}")
+    await sides.split.wait_until_idle()
+    lives = {name: node["incarnation"] for name, node in (await sides.split.nodes()).items()}
+    assert lives == sides.lives
