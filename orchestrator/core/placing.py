@@ -210,7 +210,8 @@ class Placing(Suspecting, ABC):
             paired = [
                 node
                 for node in decode_nodes
-                if any(has_same_adapter(other, node, request) for other in prefill_nodes)
+                if node.description.incarnation not in request.tried
+                and any(has_same_adapter(other, node, request) for other in prefill_nodes)
             ]
             decode_nodes = paired or decode_nodes
         return decode_nodes, prefill_nodes

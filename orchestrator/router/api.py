@@ -157,9 +157,8 @@ class Api:
         except ApiError as error:
             self._metrics.refused(error.status)
             request_id = header_policy.request_id_of(request.header(b"x-request-id"), "")
-            is_message = request.path.startswith(PATHS[MESSAGES])
-            body = error.body(MESSAGES if is_message else "")
-            connection.answer(error.status, error.headers(request_id), body)
+            error.endpoint = _endpoint_of(request.path)
+            connection.answer(error.status, error.headers(request_id), error.body())
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -188,6 +187,7 @@ class Api:
             if path in self._client_paths or path.startswith(RESPONSE_PREFIX):
                 self._tenants.authenticate(authorization)
         except ApiError as error:
+            error.endpoint = _endpoint_of(path)
             self._metrics.refused(error.status)
             raise
 
@@ -402,6 +402,11 @@ class Api:
         message = f"there is no {request.method} {path} here"
         hint = ASK_ELSEWHERE.get(path)
         return ApiError(404, f"{message}; {hint}" if hint else message)
+
+
+def _endpoint_of(path: str) -> str:
+    """Whose clients call that path, as far as they expect errors of another form."""
+    return MESSAGES if path.startswith(PATHS[MESSAGES]) else ""
 
 
 def _methods_of(path: str) -> list[str]:

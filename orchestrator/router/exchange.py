@@ -273,16 +273,16 @@ class Exchange:
         """An error status, an error event in a stream, or a broken-off answer."""
         self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
+        error.endpoint = self._request.endpoint
         if not self._is_answered:
-            body = error.body(self._request.endpoint)
-            self._answer_at_once(error.status, error.headers(self.client_request_id), body)
+            self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._is_sent:
             self.finish_answer()
         elif self._sent is not None and self._sent.is_finished:
             self._send_tail(self._sent)
         elif self._is_event_stream:
             start = b"" if self._is_between_events else b"\n\n"
-            self.send_answer_body(start + error.event(self._request.endpoint), True)
+            self.send_answer_body(start + error.event(), True)
             self.finish_answer()
         else:
             self._abort()

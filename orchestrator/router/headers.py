@@ -4,10 +4,10 @@ To both engines: everything the client sent (``traceparent``, ``user-agent``, it
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
 ``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
-``x-splitserve-timing`` (a wish to the router), and ``authorization``, in whose place the engine's
-own key goes. ``x-request-id`` is the client's when
-it is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and
-in the answer.
+``x-splitserve-timing`` (a wish to the router), and clients' keys (``authorization``,
+``x-api-key``), in whose place the engine's own one goes. ``x-request-id`` is the client's when it
+is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and in
+the answer.
 
 Back to the client: everything the decode engine sent except hop-by-hop headers, ``content-length``
 (set anew), ``date`` and ``server``.
@@ -43,6 +43,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"accept-encoding",
     b"expect",
     b"authorization",
+    b"x-api-key",
     b"x-data-parallel-rank",
     b"x-request-id",
     b"x-splitserve-timing",

@@ -36,6 +36,7 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _LINES = "application/x-ndjson"
 _TEXT = "text/plain"
+_PAGE = "text/html"
 
 _DOOR: Final = (400, 401, 404, 413, 415, 429, 431)
 """What the router, or an engine, may say of a client's request."""
@@ -187,6 +188,7 @@ _FOR_EVERYBODY: Final = (
     Operation("POST", "/ping", "The same without a body", EVERYBODY, answers=(), errors=(503,)),
     Operation("GET", "/metrics", "Prometheus metrics", EVERYBODY, answers=(_TEXT,)),
     Operation("GET", OPENAPI_PATH, "This document", EVERYBODY),
+    Operation("GET", "/dashboard", "The cluster as a page", EVERYBODY, answers=(_PAGE,)),
 )
 
 
@@ -196,6 +198,10 @@ def _operator_operations() -> list[Operation]:
     ordered: tuple[int, ...] = (400, 401, 404, 409)
     return [
         Operation("GET", "/internal/status", "Nodes, load and the latest requests", OPERATORS),
+        Operation(
+            "GET", "/internal/events", "The same as it changes", OPERATORS, answers=(_EVENTS,),
+            errors=(429,),
+        ),
         Operation("GET", "/internal/audit", "What nodes hold that nobody owns", OPERATORS),
         Operation(
             "GET", "/internal/timeline/{request_id}", "When what happened to a request", OPERATORS,

@@ -131,3 +131,25 @@ def test_cpus_are_split_over_ranks() -> None:
     """In order, evenly."""
     assert omp_binding((3,), 1) == "3"
     assert omp_binding((0, 1, 4, 5), 2) == "0,1|4,5"
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "names"),
+    [
+        ("lora_modules: [a=/x, b=/y]", ["a=/x", "b=/y"], {"a", "b"}),
+        (
+            "lora-modules: [{name: a, path: /x}]",
+            ['{"name": "a", "path": "/x"}'],
+            {"a"},
+        ),
+        ("lora_modules: a=/x", ["a=/x"], {"a"}),
+    ],
+)
+def test_adapters(written: str, flags: list[str], names: set[str]) -> None:
+    """Each is one value of vLLM's flag, and the router knows its name."""
+    config: ClusterConfig = parse(TEXT.format(engine="vllm", more=f", {written}"))
+    command = command_of("prefill-0", more=f", {written}")
+    at = command.argv.index("--lora-modules") + 1
+    assert list(command.argv[at : at + len(flags)]) == flags
+    assert config.prefill.engine_args.adapters == names
+    assert config.decode.engine_args.adapters == set()

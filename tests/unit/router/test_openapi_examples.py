@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from router_stubs.cluster import StubCluster
 
+ENDLESS = ["/internal/recording", "/internal/events"]
 EXAMPLES = 12
 """For each method of each path."""
 TIMEOUT_S = 10.0
@@ -94,7 +95,7 @@ def api() -> Iterator[Any]:
         running.stop()
 
 
-schema = schemathesis.pytest.from_fixture("api").exclude(path="/internal/recording")
+schema = schemathesis.pytest.from_fixture("api").exclude(path=ENDLESS)
 
 
 @schema.parametrize()

@@ -332,3 +332,6 @@ async def test_errors_of_messages_have_their_form() -> None:
     async with stub_cluster() as cluster:
         status, told = await post(cluster, "/v1/messages", MESSAGE)
         assert (status, told["type"]) == (503, "error")
+    async with stub_cluster(keys=KEYS) as cluster:
+        status, told = await post(cluster, "/v1/messages", MESSAGE)
+        assert (status, told["type"]) == (401, "error")

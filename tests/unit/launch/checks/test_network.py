@@ -81,6 +81,7 @@ def test_a_port_for_outgoing_connections() -> None:
     first, _ = network._outgoing_ports()
     text = CLUSTER.replace("&pool {", f"&pool {{port_base: {first + 1}, ")
     config = parse(text.replace("*pool", "{transfer: {transport: tcp}}"))
+    # Somebody may have it just now, which is told too
     problems = network.ports(Subject(config, {})).problems
-    assert [problem.keys for problem in problems] == [("prefill.port_base",)] * 2
-    assert "outgoing" in problems[0].what
+    warnings = [problem.keys for problem in problems if "outgoing" in problem.what]
+    assert warnings == [("prefill.port_base",)] * 2
