@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PASSWORD = "right"
 FULL_LIMIT_S = 40.0
-"""Of all checks with their measurements, on one pair: twice what is promised, for a busy machine."""
+"""Of all checks with their measurements on one pair: twice what is promised, for a busy machine."""
 CLOCK_SKEW_S = 30.0
 
 Cluster = dict[str, Any]
