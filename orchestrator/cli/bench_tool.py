@@ -83,8 +83,8 @@ def measure(
     Raises ``ToolError`` when it fails, writes no result, or has not ended after ``limit_s``.
     """
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
-        wishes = ("--save-result", "--save-detailed", "--result-dir", folder)
-        wishes += ("--result-filename", "result.json")
+        wishes = ["--save-result", "--save-detailed", "--result-dir", folder]
+        wishes += ["--result-filename", "result.json"]
         command = [sys.executable, "-m", MODULE, *arguments, *wishes]
         said, complaints = _run(command, environ, limit_s, show)
         try:

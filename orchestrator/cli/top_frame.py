@@ -242,7 +242,7 @@ def _cache(status: dict[str, Any], width: int) -> Iterator[Text]:
 def _autotune(status: dict[str, Any], width: int) -> Iterator[Text]:
     told = status.get("autotune")
     if told:
-        latest = next(iter(told.get("decisions") or ()), {})
+        latest: dict[str, Any] = next(iter(told.get("decisions") or ()), {})
         why = latest.get("why") or "has decided nothing yet"
         advises = "advises: " if latest.get("node") and told.get("mode") == "advise" else ""
         yield Text(fitted(f"autotune     {told.get('mode')}; {advises}{printable(why)}", width))

@@ -138,8 +138,6 @@ async def start(
             return
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
-        if events.are_on:
-            events.ended(timeline, tally)
         if autotune is not None:
             autotune.ended(timeline, tally)
 

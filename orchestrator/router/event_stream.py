@@ -4,8 +4,8 @@ as its connection lasts. Nothing is done while nobody watches.
 ``status``   what ``GET /internal/status`` says, at most once a second and only when it has changed.
              The first one has the latest ``timelines`` and ``incidents`` too; later ones do not,
              for these come by themselves. ``ended`` counts what has ended since somebody watches.
-``request``  the record of a request that has ended, as in the log; at most so many a second, failed
-             ones first. ``ended.left_out`` of the status counts the others.
+``request``  the record of a request that has ended, as in the log, when it is final; at most so
+             many a second, failed ones for longer. ``ended.left_out`` counts the others.
 ``incident`` one thing that has happened (``incidents.py``); the same ``id`` again when it has
              happened again.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.exchange import Sink
     from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.incidents import Incident, Incidents
-    from splitserve.orchestrator.router.request_log import RequestLog
+    from splitserve.orchestrator.router.request_log import Account, RequestLog
     from splitserve.orchestrator.router.token_counts import Tally
 
 EVENTS_PATH = "/internal/events"
@@ -87,6 +87,7 @@ class EventStreams:
         self._said_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         incidents.on_incident = self._on_incident
+        log.on_final.append(self._on_final)
 
     @property
     def are_on(self) -> bool:
@@ -111,22 +112,6 @@ class EventStreams:
         if self._timer is None:
             self._arm()
 
-    def ended(self, timeline: Timeline, tally: Tally) -> None:
-        """A request is over. To be called only while somebody watches."""
-        ended = self._ended
-        is_failed = timeline.status >= SERVER_ERROR or timeline.outcome == "error"
-        prompt = timeline.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens
-        ended.requests += 1
-        ended.failed += is_failed
-        ended.prompt_tokens += prompt
-        ended.expected_cached_tokens += min(prompt, timeline.expected_cached_tokens)
-        ended.output_tokens += tally.output_tokens or 0
-        if self._sent_requests >= REQUESTS_PER_S_LIMIT * (2 if is_failed else 1):
-            ended.left_out += 1
-            return
-        self._sent_requests += 1
-        self._say(_event("request", orjson.dumps(self._log.record(timeline, tally))))
-
     def forget(self, watcher: Watcher) -> None:
         """That one has left."""
         self._watchers.discard(watcher)
@@ -139,6 +124,24 @@ class EventStreams:
         watchers, self._watchers = self._watchers, set()
         for watcher in watchers:
             watcher.close()
+
+    def _on_final(self, timeline: Timeline, tally: Tally, account: Account) -> None:
+        """A request is over, and where its time went is known."""
+        if not self._watchers:
+            return
+        ended = self._ended
+        is_failed = timeline.status >= SERVER_ERROR or timeline.outcome == "error"
+        prompt = timeline.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens
+        ended.requests += 1
+        ended.failed += is_failed
+        ended.prompt_tokens += prompt
+        ended.expected_cached_tokens += min(prompt, timeline.expected_cached_tokens)
+        ended.output_tokens += tally.output_tokens or 0
+        if self._sent_requests >= REQUESTS_PER_S_LIMIT * (2 if is_failed else 1):
+            ended.left_out += 1
+            return
+        self._sent_requests += 1
+        self._say(_event("request", orjson.dumps(self._log.record(timeline, tally, account))))
 
     def _on_incident(self, incident: Incident) -> None:
         if self._watchers:

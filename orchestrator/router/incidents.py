@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection
 
     from splitserve.orchestrator.core.membership import Node
 
@@ -90,7 +90,7 @@ class Incidents:
         if self.on_incident is not None:
             self.on_incident(incident)
 
-    def note_silence(self, nodes: Iterable[Node]) -> None:
+    def note_silence(self, nodes: Collection[Node]) -> None:
         """Which of all nodes are silent by now, and which have been heard again."""
         silent = {node.name for node in nodes if node.is_silent}
         if silent == self._silent:

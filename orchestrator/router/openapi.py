@@ -282,7 +282,7 @@ def document(*, has_cache: bool, wants_keys: bool) -> bytes:
 
 
 def _described(operation: Operation, *, wants_keys: bool) -> dict[str, Any]:
-    content = {kind: {"schema": {}} for kind in operation.answers}
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in operation.answers}
     good = {"description": "The answer", **({"content": content} if content else {})}
     answers: dict[str, Any] = {str(status): good for status in operation.good}
     errors = set(operation.errors) | ({401} if operation.caller != EVERYBODY else set())

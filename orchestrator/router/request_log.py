@@ -99,12 +99,9 @@ class RequestLog:
         """The latest timelines, oldest first."""
         return [self._record(entry) for entry in list(self._kept)[-count:]]
 
-    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
-        """A request that has ended as the log shows it, by what is known now."""
-        for entry in reversed(self._kept):
-            if entry.timeline is timeline:
-                return self._record(entry)
-        return self._record(Entry(timeline, tally))
+    def record(self, timeline: Timeline, tally: Tally, account: Account) -> dict[str, Any]:
+        """A request that has ended, as its line shows it."""
+        return as_record(timeline, tally, self._wall_offset, account)
 
     def flush(self) -> None:
         """Everything added so far is written."""
@@ -150,7 +147,7 @@ class RequestLog:
             for tell in self.on_final:
                 tell(entry.timeline, entry.tally, account)
             if self._stream is not None:
-                record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
+                record = self.record(entry.timeline, entry.tally, account)
                 lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         if lines and self._stream is not None:
             self._write_lines(self._stream, lines)
@@ -169,7 +166,7 @@ class RequestLog:
             self._lost_lines = 0
 
     def _record(self, entry: Entry) -> dict[str, Any]:
-        return as_record(entry.timeline, entry.tally, self._wall_offset, entry.account())
+        return self.record(entry.timeline, entry.tally, entry.account())
 
 
 def account_of(timeline: Timeline, transfer: Transfer, now: float | None = None) -> Account:

@@ -40,7 +40,7 @@ cache:
   chunk_tokens: 64
   tiers: [{type: cpu, capacity_bytes: 16 MiB}]
 """
-PARTS = {"queue", "reserve", "prefill", "transfer_exposed", "first_step", "decode"}
+PARTS = {"queue", "reserve", "prefill", "transfer_exposed", "first_step", "answer", "decode"}
 PHONE = {"width": 360, "height": 740}
 LIVE = "#live.is-ok"
 

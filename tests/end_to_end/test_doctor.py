@@ -24,7 +24,9 @@ from support.store_servers import S3Server, redis_server
 
 from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.cli.main import main
-from splitserve.orchestrator.launch.checks import memory, software
+from splitserve.orchestrator.config import nodes, parse
+from splitserve.orchestrator.launch.checks import memory, software, transport_trial
+from splitserve.orchestrator.launch.checks.transport_trial import TrialError, try_pair
 from splitserve.orchestrator.models.tiny import TinyModel
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.store_servers import StoreServer
+
+    from splitserve.orchestrator.config import NodeConfig
 
 PASSWORD = "right"
 FULL_LIMIT_S = 20.0
@@ -190,6 +194,37 @@ def test_planted_misconfigurations(
         "each with its key and a remedy"
     )
     assert missed == {}
+
+
+@pytest.fixture
+def pair() -> tuple[NodeConfig, NodeConfig]:
+    """Two mock nodes that speak `tcp`."""
+    config = parse(
+        "engine: mock\nmodel: {path: m}\n"
+        "prefill: &pool {transfer: {transport: tcp}}\ndecode: *pool\n"
+    )
+    writer, reader = nodes(config)
+    return writer, reader
+
+
+def test_a_side_that_dies(
+    pair: tuple[NodeConfig, NodeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node and its last words are told, and the other process is gone too."""
+    monkeypatch.setattr(transport_trial, "PROGRAM", "splitserve.no_such_program")
+    with pytest.raises(TrialError, match=r"prefill-0: the trial process ended with status 1") as e:
+        try_pair(*pair, 1 << 16, {"PATH": ""})
+    assert "no_such_program" in e.value.why
+
+
+def test_a_side_that_cannot_have_its_transport(pair: tuple[NodeConfig, NodeConfig]) -> None:
+    """The transport's own words."""
+    config = parse(
+        "engine: mock\nmodel: {path: m}\n"
+        "prefill: &pool {transfer: {transport: tcp, host: 192.0.2.7}}\ndecode: *pool\n"
+    )
+    with pytest.raises(TrialError, match=r"prefill-0: .*192"):
+        try_pair(nodes(config)[0], pair[1], 1 << 16, {"PATH": ""})
 
 
 def failures(report: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ otherwise say only after it has loaded for a while.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config import ConfigError
@@ -22,7 +23,6 @@ from splitserve.orchestrator.models.resolve import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from splitserve.orchestrator.config import ClusterConfig, PoolConfig
     from splitserve.orchestrator.launch.checks.subject import Subject
@@ -51,8 +51,7 @@ def model(subject: Subject) -> Finding:
         return Finding(check, config.model.path, told(error.problems))
     folder = subject.model_folder
     if folder is None:
-        known = config.engine == "mock"
-        return Finding(check, found if known else f"{found}, which the engines get from the Hub")
+        return Finding(check, found) if config.engine == "mock" else _from_the_hub(subject, found)
     problems = [*_folder_problems(folder, config)]
     if subject.model_facts is not None:
         for pool in POOLS:
@@ -77,6 +76,30 @@ def chat_template(subject: Subject) -> Finding:
         "engine_args.chat_template in both pools; /v1/completions needs none",
     )
     return Finding(check, "none", (problem,))
+
+
+def _from_the_hub(subject: Subject, name: str) -> Finding:
+    """A model that the engines get themselves: cached already, or to be downloaded."""
+    check, environ = "model", subject.environ
+    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or home / "hub")
+    if any((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
+        return Finding(check, f"{name}, in the Hub's cache {hub}")
+    if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        problem = failure(
+            ("model.path", "HF_HUB_OFFLINE"),
+            f"{name} is neither a folder here nor in the Hub's cache {hub}, and HF_HUB_OFFLINE is "
+            "set",
+            "name a folder, or unset HF_HUB_OFFLINE for the download",
+        )
+        return Finding(check, name, (problem,))
+    problem = warning(
+        "model.path",
+        f"there is no folder {Path(name).absolute()}, so it is taken for a model of the Hub, and "
+        "each engine begins with its download",
+        "name the folder by its whole path if it is one, or download it once before",
+    )
+    return Finding(check, f"{name}, from the Hub", (problem,))
 
 
 def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:

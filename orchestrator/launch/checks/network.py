@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 import psutil
 
@@ -123,7 +123,7 @@ def _own_urls(config: ClusterConfig) -> list[str]:
 def _is_caught(url: str, found: dict[str, str]) -> bool:
     parts = urlsplit(url)
     has_proxy = parts.scheme in found or "all" in found
-    return has_proxy and not proxy_bypass_environment(parts.hostname or "", found)
+    return has_proxy and not proxy_bypass(parts.hostname or "", found)
 
 
 def _hosts(config: ClusterConfig) -> dict[str, str]:

@@ -14,12 +14,13 @@ from splitserve.orchestrator.launch.checks.autotune import autotune
 from splitserve.orchestrator.launch.checks.cache import cache
 from splitserve.orchestrator.launch.checks.configuration import (
     configuration,
-    folders,
     policy,
     roles,
     secrets,
 )
+from splitserve.orchestrator.launch.checks.engine_args import engine_args
 from splitserve.orchestrator.launch.checks.fingerprints import fingerprints
+from splitserve.orchestrator.launch.checks.folders import folders
 from splitserve.orchestrator.launch.checks.limits import limits
 from splitserve.orchestrator.launch.checks.memory import memory, shared_memory
 from splitserve.orchestrator.launch.checks.model import chat_template, model
@@ -61,6 +62,7 @@ CHECKS = (
     Check("model", model),
     Check("chat_template", chat_template),
     Check("software", software),
+    Check("engine_args", engine_args),
     Check("fingerprints", fingerprints),
     Check("policy", policy),
     Check("autotune", autotune),
