@@ -284,7 +284,7 @@ class Api:
         self._response_ids.refuse_chosen(chosen)
         holder = ""
         if type(previous) is str:
-            holder = self._response_ids.holder(previous, tenant, "previous_response_id")
+            holder = self._response_ids.holder(previous, tenant)
         return None if chosen is not None else partial(self._response_ids.new, tenant), holder
 
     def _new_id(self) -> str:
