@@ -67,8 +67,11 @@ class Api:
         cache: CacheApi | None,
         recordings: Recordings,
         autotune: Autotune | None = None,
+        no_prompt_logprobs: str = "",
     ) -> None:
+        """``no_prompt_logprobs``: why the engines must not be asked for them."""
         self._driver = driver
+        self._no_prompt_logprobs = no_prompt_logprobs
         self._node_orders = NodeOrders(driver)
         self._probes = Probes(driver, served_name)
         self._agents = agents
@@ -165,6 +168,8 @@ class Api:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         body = read_client_request(endpoint, request.body, self._models)
         body.can_continue = body.can_continue and endpoint in self._continuable
+        if body.alone_because and self._no_prompt_logprobs and body.wants_prompt_logprobs:
+            raise ApiError(400, self._no_prompt_logprobs, param="prompt_logprobs")
         self._count += 1
         own_id = f"{self._life}-{self._count:x}"
         client_id = header_policy.request_id_of(
