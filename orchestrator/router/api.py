@@ -91,9 +91,13 @@ class Api:
         scrapes: Scrapes,
         adapters: frozenset[str] = frozenset(),
         trace_ids: TraceIds | None = None,
+        no_prompt_logprobs: str = "",
     ) -> None:
-        """``adapters`` are those that decode nodes are configured to have."""
+        """``adapters`` are those that decode nodes are configured to have, ``no_prompt_logprobs``
+        why the engines must not be asked for them.
+        """
         self._driver = driver
+        self._no_prompt_logprobs = no_prompt_logprobs
         self._node_orders = NodeOrders(driver)
         self._probes = Probes(driver, served_name)
         self._tenants = tenants
@@ -225,6 +229,8 @@ class Api:
             adapters = known.keys() | self._adapters
         body = read_client_request(endpoint, request.body, self._models, adapters)
         body.can_continue = body.can_continue and endpoint in self._continuable
+        if body.alone_because and self._no_prompt_logprobs and body.wants_prompt_logprobs:
+            raise ApiError(400, self._no_prompt_logprobs, param="prompt_logprobs")
         adapter = body.fields.get("model") if adapters else None
         if type(adapter) is not str or adapter == self._served_name:
             adapter = ""
@@ -284,7 +290,7 @@ class Api:
         self._response_ids.refuse_chosen(chosen)
         holder = ""
         if type(previous) is str:
-            holder = self._response_ids.holder(previous, tenant, "previous_response_id")
+            holder = self._response_ids.holder(previous, tenant)
         return None if chosen is not None else partial(self._response_ids.new, tenant), holder
 
     def _new_id(self) -> str:

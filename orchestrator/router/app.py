@@ -188,6 +188,7 @@ async def start(
         scrapes,
         config.decode.engine_args.adapters,
         trace_ids,
+        no_prompt_logprobs(config),
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -253,6 +254,22 @@ def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
     """
     flags = {key.replace("-", "_") for key in config.decode.engine_args.passed_on}
     return frozenset({COMPLETIONS} if flags & _PARSER_FLAGS else {COMPLETIONS, CHAT})
+
+
+def no_prompt_logprobs(config: ClusterConfig) -> str:
+    """Why a request must not ask for the prompt's logprobs, empty when it may: vLLM 0.32 looks
+    every position of the prompt up as if it were one of the answer (``PunicaWrapperCPU``'s
+    ``add_lora_logits``), and ends.
+    """
+    if config.engine != "vllm" or config.decode.gpus is not None:
+        return ""
+    flags = {key.replace("-", "_"): on for key, on in config.decode.engine_args.passed_on.items()}
+    if not flags.get("enable_lora"):
+        return ""
+    return (
+        "logprobs of the prompt (prompt_logprobs, or echo with logprobs) would end an engine that "
+        "runs on CPU with enable_lora; ask without them, or serve without adapters"
+    )
 
 
 def limits_of(config: ClusterConfig) -> CoreLimits:
