@@ -23,13 +23,13 @@ quickstart: model ## Bring up one prefill node, one decode node and the router; 
 	@$(BIN)/splitserve quickstart $(CONFIG)
 
 test: model ## What CI runs: every test but the long matrices and those that need a GPU
-	$(PYTEST) -m "not gpu and not long" $(PYTEST_ARGS)
+	@PYTEST=$(PYTEST) scripts/test.sh -m "not gpu and not long" $(PYTEST_ARGS)
 
-test-fast: install ## The tests that start no vLLM engine (seconds)
-	$(PYTEST) -m "not gpu and not engine and not long" $(PYTEST_ARGS)
+test-fast: install ## The tests that start no vLLM engine (minutes)
+	@PYTEST=$(PYTEST) scripts/test.sh -m "not gpu and not engine and not long" $(PYTEST_ARGS)
 
 test-all: model ## Every test, those that need a GPU too, then half an hour of chaos
-	$(PYTEST) $(PYTEST_ARGS)
+	@PYTEST=$(PYTEST) scripts/test.sh $(PYTEST_ARGS)
 	$(MAKE) chaos
 
 chaos: install ## Torment a cluster of mock engines for 30 minutes and judge it (make chaos ARGS="--minutes 5")

@@ -144,6 +144,7 @@ class Reservations:
             block_ids=tuple(block_ids[first:end]),
             prompt_tokens=reservation.prompt_tokens,
             prompt_hash=reservation.prompt_hash,
+            traceparent=params.traceparent,
         ))  # fmt: skip
 
     def declined(self, request_id: str, reason: str, *, keeps: bool = False) -> None:

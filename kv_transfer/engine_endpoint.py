@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
+from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,9 +24,10 @@ from splitserve.kv_transfer.channel import dial, listen
 from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, PrefixReport
 from splitserve.kv_transfer.holdings import Holding
 from splitserve.kv_transfer.orders import Retarget
+from splitserve.kv_transfer.transfer_facts import UNTAKEN_LIMIT_TRANSFERS, TransferFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,10 @@ ORDER_LIMIT = 10_000
 ANSWER_DEADLINE_S = 5.0
 START_DEADLINE_S = 10.0
 POLL_MS = 200
+HELD_ANSWER_S = 3.0
+"""How long the question for ended transfers is held while there are none."""
+REPORT_LIMIT_TRANSFERS = 64
+"""Ended transfers in one answer."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
@@ -47,6 +55,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="descript
     transport: str
     reports_prefixes: bool = False
     """Its own prefix cache is on, and ``AskPrefixes`` says what is in it."""
+    reports_transfers: bool = False
+    """``AskTransfers`` says when what happened to its transfers."""
     uses_cache: bool = False
     """It loads what the host's cache has."""
     step_limit_tokens: int = 0
@@ -99,6 +109,19 @@ class AskPrefixes(msgspec.Struct, frozen=True, tag="ask_prefixes"):
     """All of them; else what has changed since the last answer."""
 
 
+class AskTransfers(msgspec.Struct, frozen=True, tag="ask_transfers"):
+    """Which transfers have ended, and when what happened to them; answered with ``TransferReport``
+    as soon as there are some, or after ``HELD_ANSWER_S``. A later question takes the place of one
+    that is held.
+    """
+
+
+class TransferReport(msgspec.Struct, frozen=True, tag="transfers"):
+    """Transfers that have ended since the last report, of either role and every rank."""
+
+    ended: tuple[TransferFacts, ...] = ()
+
+
 class GiveUpTransfer(msgspec.Struct, frozen=True, tag="give_up_transfer"):
     """The other leg of this transfer will not come; answered with ``Accepted``."""
 
@@ -124,8 +147,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Order = GiveUpTransfer | PeerIsDead | Retarget
 """What waits for the engine's next step; answered with ``Accepted`` or ``Refused``."""
-Question = AskDescription | AskStatus | AskPrefixes | Order
-Answer = EngineDescription | EngineStatus | PrefixReport | Accepted | Refused
+Question = AskDescription | AskStatus | AskPrefixes | AskTransfers | Order
+Answer = EngineDescription | EngineStatus | PrefixReport | TransferReport | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(Question).decode
@@ -151,6 +174,11 @@ class EngineEndpoint:
         self._status = status
         self._prefixes = prefixes
         self._orders: deque[Order] = deque()
+        self._ended: deque[TransferFacts] = deque(maxlen=UNTAKEN_LIMIT_TRANSFERS)
+        """From the scheduler's thread to the endpoint's."""
+        self._held: tuple[bytes, bytes, float] | None = None
+        """(identity, number, until) of the question for ended transfers."""
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._started = threading.Event()
         self._failure: OSError | None = None
@@ -196,6 +224,13 @@ class EngineEndpoint:
         self._orders.append(order)
         return Accepted()
 
+    def transfers_ended(self, ended: Iterable[TransferFacts]) -> None:
+        """Whoever asks for them is told at once."""
+        self._ended.extend(ended)
+        if self._ended:
+            with suppress(BlockingIOError):  # The counter is full: the thread is awake.
+                os.eventfd_write(self._news, 1)
+
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
@@ -212,9 +247,16 @@ class EngineEndpoint:
                 return
             finally:
                 self._started.set()
+            poller = zmq.Poller()
+            poller.register(router, zmq.POLLIN)
+            poller.register(self._news, zmq.POLLIN)
             while not self._stopping.is_set():
-                if router.poll(POLL_MS):
+                poller.poll(POLL_MS)
+                with suppress(BlockingIOError):  # Woken by a question, or by nothing.
+                    os.eventfd_read(self._news)
+                if router.poll(0):
                     self._answer(router)
+                self._answer_held(router)
         finally:
             context.destroy(0)
 
@@ -226,6 +268,9 @@ class EngineEndpoint:
         except (ValueError, msgspec.DecodeError) as error:
             logger.warning("dropped a question that cannot be read: %s", error)
             return
+        if isinstance(question, AskTransfers):
+            self._hold(router, identity, number)
+            return
         answer: Answer
         match question:
             case AskDescription():
@@ -236,10 +281,32 @@ class EngineEndpoint:
                 answer = self._prefixes(from_start)
             case _:
                 answer = self.order(question)
-        try:
-            router.send_multipart([identity, number, _encode(answer)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.info("could not answer the agent: %s", error)
+        _send(router, identity, number, answer)
+
+    def _hold(self, router: zmq.Socket[Any], identity: bytes, number: bytes) -> None:
+        """Answered as soon as there is something to tell."""
+        if self._held is not None:
+            _send(router, *self._held[:2], TransferReport())
+        self._held = (identity, number, monotonic() + HELD_ANSWER_S)
+
+    def _answer_held(self, router: zmq.Socket[Any]) -> None:
+        if self._held is None:
+            return
+        identity, number, until = self._held
+        if not self._ended and monotonic() < until:
+            return
+        ended = [
+            self._ended.popleft() for _ in range(min(len(self._ended), REPORT_LIMIT_TRANSFERS))
+        ]
+        self._held = None
+        _send(router, identity, number, TransferReport(tuple(ended)))
+
+
+def _send(router: zmq.Socket[Any], identity: bytes, number: bytes, answer: Answer) -> None:
+    try:
+        router.send_multipart([identity, number, _encode(answer)], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        logger.info("could not answer the agent: %s", error)
 
 
 class EngineEndpointClient:
@@ -249,45 +316,63 @@ class EngineEndpointClient:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = dial(self._context, address, secret)  # type: ignore[assignment]
-        self._lock = asyncio.Lock()
-        self._number = 0
+        self._line = _Line(self._context, address, secret)
+        self._transfers = _Line(self._context, address, secret)
+        """Of its own, because its question is held."""
 
     async def describe(self) -> EngineDescription:
         """What the engine is."""
-        answer = await self._ask(AskDescription())
+        answer = await self._line.ask(AskDescription())
         assert isinstance(answer, EngineDescription)
         return answer
 
     async def status(self) -> EngineStatus:
         """How the engine is."""
-        answer = await self._ask(AskStatus())
+        answer = await self._line.ask(AskStatus())
         assert isinstance(answer, EngineStatus)
         return answer
 
     async def prefixes(self, *, from_start: bool) -> PrefixReport:
         """What the engine's own prefix cache has, or what has changed there."""
-        answer = await self._ask(AskPrefixes(from_start))
+        answer = await self._line.ask(AskPrefixes(from_start))
         assert isinstance(answer, PrefixReport)
         return answer
 
+    async def ended_transfers(self) -> tuple[TransferFacts, ...]:
+        """The facts of transfers that have ended since the last call; waits for some for
+        ``HELD_ANSWER_S``.
+        """
+        answer = await self._transfers.ask(AskTransfers())
+        assert isinstance(answer, TransferReport)
+        return answer.ended
+
     async def fail_transfer(self, transfer_id: str, reason: str) -> None:
         """Tell either side of a transfer that the other leg will not come."""
-        await self._ask(GiveUpTransfer(transfer_id, reason))
+        await self._line.ask(GiveUpTransfer(transfer_id, reason))
 
     async def retarget(self, order: Retarget) -> None:
         """Tell a decode engine that another prefill node computes a transfer's prompt."""
-        await self._ask(order)
+        await self._line.ask(order)
 
     async def peer_died(self, incarnation: str) -> None:
         """Tell the engine that a peer's processes are proven gone."""
-        await self._ask(PeerIsDead(incarnation))
+        await self._line.ask(PeerIsDead(incarnation))
 
     def close(self) -> None:
         """Close the connection."""
         self._context.destroy(0)
 
-    async def _ask(self, question: Question) -> Answer:
+
+class _Line:
+    """One connection to the endpoint: a question after the other."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, secret: bytes) -> None:
+        self._socket: zmq.asyncio.Socket = dial(context, address, secret)  # type: ignore[assignment]
+        self._lock = asyncio.Lock()
+        self._number = 0
+
+    async def ask(self, question: Question) -> Answer:
+        """The answer. Raises ``TimeoutError`` when there is none, ``OSError`` for a refusal."""
         async with asyncio.timeout(ANSWER_DEADLINE_S), self._lock:
             self._number += 1
             number = self._number.to_bytes(8, "little")

@@ -17,6 +17,7 @@ class OpenSend(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_hash: bytes
     total_blocks: int
+    traceparent: str = ""
 
 
 class SendProgress(msgspec.Struct, frozen=True):
@@ -50,6 +51,7 @@ class BeginReceive(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     prompt_tokens: int
     prompt_hash: bytes
+    traceparent: str = ""
 
 
 class Retarget(msgspec.Struct, frozen=True, tag="retarget"):

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def boot_id() -> str:
+    """Of the kernel: processes with the same one share a host, and its monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def own_identity() -> ProcessIdentity:
     """This process."""
     return identity_of(os.getpid())
@@ -24,7 +29,7 @@ def own_identity() -> ProcessIdentity:
 def identity_of(pid: int) -> ProcessIdentity:
     """A process of this host and pid namespace. Raises ``ProcessLookupError`` when it is gone."""
     return ProcessIdentity(
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        boot_id=boot_id(),
         pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
         pid=pid,
         start_ticks=_start_ticks(pid),

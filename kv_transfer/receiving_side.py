@@ -28,6 +28,7 @@ from splitserve.kv_transfer.session_receive import (
     Tell,
     TellOnce,
 )
+from splitserve.kv_transfer.transfer_facts import LANDED, ReceiveFacts
 from splitserve.kv_transfer.upstream import ConnectionLost, Upstream, UpstreamEvent
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class ReceivingSide:
         )
         self.finished: list[tuple[str, bool]] = []
         """(request id, landed) to report as received; emptied by the thread."""
+        self.facts: list[ReceiveFacts] = []
+        """Of what has ended; emptied by the thread."""
         self.moved_at = monotonic()
         """When a peer last told of its writes to us."""
         self._upstreams: dict[str, Upstream] = {}
@@ -147,7 +150,21 @@ class ReceivingSide:
                 session.request_id,
                 session.failure,
             )
+        now, outcome = monotonic(), LANDED if landed else session.failure
         self.finished.append((session.request_id, landed))
+        self.facts.append(ReceiveFacts(
+            transfer_id=session.transfer_id,
+            attempt=session.attempt,
+            rank=self._own.rank,
+            ranks=self._own.tensor_parallel,
+            outcome=outcome,
+            ended=now,
+            reserved=session.times.get("reserved"),
+            granted=session.times.get("granted"),
+            pages=session.pages,
+            bytes=session.bytes,
+            traceparent=session.traceparent,
+        ))  # fmt: skip
         self._log.record(
             "receive",
             transfer_id=session.transfer_id,
@@ -158,8 +175,8 @@ class ReceivingSide:
             blocks=len(session.block_ids),
             pages=session.pages,
             bytes=session.bytes,
-            outcome="landed" if landed else session.failure,
-            ended=monotonic(),
+            outcome=outcome,
+            ended=now,
             **session.times,
         )
 

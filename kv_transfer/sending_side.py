@@ -11,7 +11,7 @@ import logging
 import os
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,9 @@ from splitserve.kv_transfer.fingerprint import differences
 from splitserve.kv_transfer.layout import LayoutMismatchError, check_compatible, pair, shares_heads
 from splitserve.kv_transfer.process_identity import watch
 from splitserve.kv_transfer.send_book import SendBook
-from splitserve.kv_transfer.session_send import Release, Say, SendEffect, SendSession, Write
+from splitserve.kv_transfer.send_records import SendRecords
+from splitserve.kv_transfer.session_send import Release, Say, SendEffect, Write
+from splitserve.kv_transfer.transfer_facts import LayerWrite
 from splitserve.kv_transfer.transports.base import (
     PeerLost,
     Transport,
@@ -71,6 +73,17 @@ class Downstream:
     is_ending: bool = False
 
 
+class OpenWrite(NamedTuple):
+    """A write that the transport works on."""
+
+    transfer_id: str
+    attempt: int
+    downstream: Downstream
+    first_layer: int
+    last_layer: int
+    pages: int
+
+
 class SendingSide:
     """Prefill role of one rank. Every method runs in the transfer thread."""
 
@@ -86,7 +99,7 @@ class SendingSide:
         self._own = introduction
         self._layout = introduction.layout
         self._transport = transport
-        self._log = log
+        self.records = SendRecords(introduction.rank, log)
         self.socket = listen(context, settings.control_address, settings.secret)
         self.book = SendBook(
             layers=self._layout.layers,
@@ -101,19 +114,22 @@ class SendingSide:
         self._peers: dict[str, Downstream] = {}
         self._peer_of_identity: dict[bytes, str] = {}
         self._just_posted: list[Downstream] = []
-        self._writes: dict[int, tuple[str, Downstream]] = {}
-        self._times: dict[str, dict[str, float]] = {}
+        self._writes: dict[int, OpenWrite] = {}
         self._step: StepOrders | None = None
+        self._is_past_last_layer = False
+        """In the present step."""
 
     # -- the engine's steps --------------------------------------------------------------------
 
-    def begin_step(self, orders: StepOrders, now: float) -> None:
-        """Take up what the step opens, closes and will compute."""
+    def begin_step(self, orders: StepOrders, now: float, began: float) -> None:
+        """Take up what the step, which the engine ``began`` then, opens, closes and will
+        compute.
+        """
         until = now + self._settings.preemption_fence_s
         for request_id in orders.preempted:
             self._stop_reading(request_id, until)
         for opened in orders.opens:
-            self._times[opened.transfer_id] = {"opened": now}
+            self.records.opened(opened.transfer_id, opened.traceparent, now)
             self._apply(self.book.open(
                 opened.transfer_id,
                 opened.request_id,
@@ -122,10 +138,12 @@ class SendingSide:
                 total_blocks=opened.total_blocks,
             ))  # fmt: skip
         for item in orders.progress:
+            self.records.note(item.transfer_id, "started", began, is_first=True)
             self.book.blocks_known(item.transfer_id, list(item.source_blocks))
             for layer in range(self._layout.layers):
                 self.book.blocks_final(item.transfer_id, layer, item.final_before)
         self._step = orders if orders.progress else None
+        self._is_past_last_layer = False
         for transfer_id, reason in orders.given_up:
             self._apply(self.book.abandon(transfer_id, reason))
         for closed in orders.closes:
@@ -135,12 +153,15 @@ class SendingSide:
         """The step's forward pass has left ``layer``, and its pages are written."""
         for item in self._step.progress if self._step else ():
             self.book.blocks_final(item.transfer_id, layer, item.final_after)
-            if layer == self._layout.layers - 1 and item.transfer_id in self._times:
-                self._times[item.transfer_id]["last_layer"] = at
+            if layer == self._layout.layers - 1:
+                self._is_past_last_layer = True
+                self.records.note(item.transfer_id, "last_layer", at)
 
-    def end_step(self) -> None:
+    def end_step(self, at: float) -> None:
         """The forward pass is over: layers whose hook did not fire are final too."""
         for item in self._step.progress if self._step else ():
+            if not self._is_past_last_layer:
+                self.records.note(item.transfer_id, "last_layer", at)
             for layer in range(self._layout.layers):
                 self.book.blocks_final(item.transfer_id, layer, item.final_after)
         self._step = None
@@ -164,7 +185,8 @@ class SendingSide:
 
     def _ask_for_help(self, downstream: Downstream) -> None:
         """Its engine is told of every write that is under way, if it was not."""
-        for transfer_id in {t for t, peer in self._writes.values() if peer is downstream}:
+        writes = self._writes.values()
+        for transfer_id in {w.transfer_id for w in writes if w.downstream is downstream}:
             session = self.book.session(transfer_id)
             sink = session.sinks.get(downstream.peer) if session is not None else None
             if session is None or sink is None or sink.announced:
@@ -218,8 +240,7 @@ class SendingSide:
                     self._say(peer, refusal)
                     return
                 self._apply(self.book.granted(peer, message, downstream.page_bytes, now))
-                if message.transfer_id in self._times:
-                    self._times[message.transfer_id].setdefault("granted", now)
+                self.records.note(message.transfer_id, "granted", now, is_first=True)
             case messages.Cancel():
                 self._apply(
                     self.book.cancelled(
@@ -317,12 +338,19 @@ class SendingSide:
             if isinstance(event, PeerLost):
                 self._lose(event.peer, event.reason)
                 continue
-            transfer_id, downstream = self._writes.pop(event.write_id)
+            write = self._writes.pop(event.write_id)
+            transfer_id, downstream = write.transfer_id, write.downstream
             downstream.open_writes -= 1
             downstream.last_progress = self.moved_at = monotonic()
             peer = downstream.peer
             error = None if isinstance(event, WriteDone) else event.reason
-            if error is not None:
+            if error is None:
+                size_bytes = write.pages * downstream.page_bytes
+                layers = LayerWrite(
+                    write.first_layer, write.last_layer, self.moved_at, write.pages, size_bytes
+                )
+                self.records.written(transfer_id, peer, write.attempt, layers)
+            else:
                 logger.warning("transfer %s: a write to %s failed: %s", transfer_id, peer, error)
             self._apply(self.book.write_ended(transfer_id, peer, event.write_id, error))
 
@@ -378,7 +406,7 @@ class SendingSide:
                     self._post(effect)
                 case Release():
                     self.released.append(effect.request_id)
-                    self._times.pop(effect.transfer_id, None)
+                    self.records.released(effect.transfer_id)
 
     def _post(self, write: Write) -> None:
         session = self.book.session(write.transfer_id)
@@ -396,9 +424,17 @@ class SendingSide:
             + layer * downstream.blocks
             for layer, first, end in write.spans
         ])  # fmt: skip
-        self._times[write.transfer_id].setdefault("first_write", monotonic())
+        attempt = sink.grant.attempt
+        self.records.posted(write.transfer_id, write.peer, attempt, monotonic())
         write_id = self._transport.write(write.peer, write.tag, local, remote)
-        self._writes[write_id] = (write.transfer_id, downstream)
+        self._writes[write_id] = OpenWrite(
+            write.transfer_id,
+            attempt,
+            downstream,
+            write.spans[0][0],
+            write.spans[-1][0],
+            len(local),
+        )
         self.moved_at = monotonic()
         if not downstream.open_writes:
             downstream.last_progress = self.moved_at
@@ -414,7 +450,8 @@ class SendingSide:
             self.book.not_announced(peer, message.transfer_id)
             return
         if isinstance(message, messages.Delivered | messages.Fenced):
-            self._record(peer, message)
+            session = self.book.session(message.transfer_id)
+            self.records.ended(peer, message, session, monotonic())
         self._send(downstream.identity, message)
 
     def _send(self, identity: bytes, message: messages.FromPrefill) -> None:
@@ -423,26 +460,6 @@ class SendingSide:
         except zmq.ZMQError as error:
             # The connection is gone or full; the peer asks again, or its loss is noticed.
             logger.info("could not send %s: %s", type(message).__name__, error)
-
-    def _record(self, peer: str, message: messages.Delivered | messages.Fenced) -> None:
-        if not self._log.is_on:
-            return
-        session: SendSession | None = self.book.session(message.transfer_id)
-        self._log.record(
-            "send",
-            transfer_id=message.transfer_id,
-            attempt=message.attempt,
-            peer=peer,
-            prompt_tokens=session.prompt_tokens if session else None,
-            first_block=session.sinks[peer].grant.first_block
-            if session and peer in session.sinks
-            else None,
-            outcome="delivered" if isinstance(message, messages.Delivered) else message.reason,
-            pages=getattr(message, "pages", None),
-            bytes=getattr(message, "bytes", None),
-            ended=monotonic(),
-            **self._times.get(message.transfer_id, {}),
-        )
 
 
 def _fits(grant: messages.Grant, downstream: Downstream) -> bool:

@@ -81,6 +81,7 @@ class ReceiveSession:
     """When a fence was first asked for."""
     pages: int = 0
     bytes: int = 0
+    traceparent: str = ""
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +112,7 @@ class ReceiveSession:
             sources={address: Source() for address in order.peer_addresses},
             times={"reserved": moment.now},
             is_retargetable=is_retargetable,
+            traceparent=order.traceparent,
             moment=moment,
         )
 
@@ -131,6 +133,7 @@ class ReceiveSession:
             sources={address: Source() for address in order.peer_addresses},
             times={"reserved": self.times["reserved"], "retargeted": self.moment.now},
             is_retargetable=True,
+            traceparent=self.traceparent,
             moment=self.moment,
         )
 

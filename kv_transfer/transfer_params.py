@@ -38,6 +38,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Of the prompt without that beginning, see ``prefix_marks``; concatenated digests."""
     prompt_bytes: int = 0
     """What the places of the marks relate to."""
+    traceparent: str = ""
+    """W3C trace context of the router's span of this leg; empty when the request is not traced."""
 
 
 class BadTransferParamsError(ValueError):

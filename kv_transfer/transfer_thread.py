@@ -30,6 +30,7 @@ from splitserve.kv_transfer.orders import StepOrders, TransferResults
 from splitserve.kv_transfer.process_identity import own_identity
 from splitserve.kv_transfer.receiving_side import ReceivingSide
 from splitserve.kv_transfer.sending_side import SendingSide
+from splitserve.kv_transfer.transfer_facts import UNTAKEN_LIMIT_TRANSFERS, TransferFacts
 from splitserve.kv_transfer.transfer_log import TransferLog
 from splitserve.kv_transfer.transports.registry import create
 from splitserve.kv_transfer.transports.settings import TransportSettings
@@ -87,6 +88,7 @@ class TransferThread:
         self._finished_sending: set[str] = set()
         self._finished_receiving: set[str] = set()
         self._failed_receiving: set[str] = set()
+        self._ended: deque[TransferFacts] = deque(maxlen=UNTAKEN_LIMIT_TRANSFERS)
         self._counters: dict[str, float] = {}
         self._open: tuple[int, int] = (0, 0)
         self._holdings = RankHoldings()
@@ -136,7 +138,7 @@ class TransferThread:
         if orders.is_empty:
             return
         done = threading.Event() if orders.preempted else None
-        self._command("begin", (orders, done, when_ready))
+        self._command("begin", (orders, done, when_ready, monotonic()))
         until = monotonic() + PREEMPTION_DEADLINE_S
         while done is not None and not done.wait(DEATH_CHECK_S):
             self._check()
@@ -159,7 +161,7 @@ class TransferThread:
         if self._has_progress:
             self._has_progress = False
             self._step_bytes_per_layer = 0
-            self._command("end", when_ready)
+            self._command("end", (when_ready, monotonic()))
 
     def take_results(self) -> TransferResults:
         """What has finished since the last call."""
@@ -174,6 +176,15 @@ class TransferThread:
             self._finished_receiving.clear()
             self._failed_receiving.clear()
         return results
+
+    def take_ended(self) -> tuple[TransferFacts, ...]:
+        """The facts of the transfers that have ended since the last call, in either role."""
+        if not self._ended:
+            return ()
+        with self._lock:
+            ended = tuple(self._ended)
+            self._ended.clear()
+        return ended
 
     def counters(self) -> dict[str, float]:
         """Monotonic counters of both roles, and ``open_sends``/``open_receives``."""
@@ -301,19 +312,22 @@ class TransferThread:
                 layer, when_ready, at = argument
                 if when_ready is not None:
                     when_ready()
+                    at = monotonic()
                 sending.layer_done(layer, at)
             elif name == "end":
-                if argument is not None:
-                    argument()
-                sending.end_step()
+                when_ready, at = argument
+                if when_ready is not None:
+                    when_ready()
+                    at = monotonic()
+                sending.end_step(at)
             else:
-                orders, done, when_ready = argument
+                orders, done, when_ready, began = argument
                 if when_ready is not None and orders.progress:
                     when_ready()
                 now = monotonic()
                 for incarnation in orders.dead_peers:
                     sending.incarnation_gone(incarnation)
-                sending.begin_step(orders, now)
+                sending.begin_step(orders, now, began)
                 receiving.begin_step(orders, now)
                 if done is not None:
                     done.set()
@@ -325,8 +339,12 @@ class TransferThread:
                 self._finished_receiving.add(request_id)
                 if not landed:
                     self._failed_receiving.add(request_id)
+            self._ended.extend(sending.records.facts)
+            self._ended.extend(receiving.facts)
             self._counters = {**sending.book.counters, **receiving.book.counters}
             self._open = (sending.book.open_sessions, receiving.book.open_sessions)
+        sending.records.facts.clear()
+        receiving.facts.clear()
         sending.released.clear()
         receiving.finished.clear()
         self._publish_holdings(sending, receiving)

@@ -64,6 +64,7 @@ class Prefills:
             prompt_tokens=prompt_tokens,
             prompt_hash=prompt_hash,
             total_blocks=-(-prompt_tokens // self._block_tokens),
+            traceparent=params.traceparent,
         ))  # fmt: skip
         return True
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -32,6 +33,18 @@ _SUMMARY: list[str] = []
 def summary() -> Callable[[str], None]:
     """A function that puts a line under the test run's results."""
     return _SUMMARY.append
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several processes hands what its tests counted to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["counted"] = _SUMMARY
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Such a process has ended."""
+    _SUMMARY.extend(getattr(node, "workeroutput", {}).get("counted", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -68,18 +81,22 @@ def free_port() -> Callable[[], int]:
     """A function that returns a loopback port nobody listens on, another one each time in this run.
 
     The OS chooses it. Linux gives odd ports to binders and even ones to outgoing connections first,
-    so it is not handed out again in the moment until the server under test binds it.
+    so it is not handed out again in the moment until the server under test binds it. Test processes
+    that run side by side take turns in the ports.
     """
     given: set[int] = set()
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
     def allocate() -> int:
-        for _ in range(100):
+        for _ in range(100 * processes):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = int(probe.getsockname()[1])
-            if port not in given:
+            # Linux gives every other port to binders, so their halves are what is shared out
+            if port not in given and port // 2 % processes == own:
                 given.add(port)
                 return port
-        raise AssertionError("the OS gave no fresh loopback port in 100 tries")
+        raise AssertionError("the OS gives no fresh loopback port any more")
 
     return allocate

@@ -55,6 +55,8 @@ class Desk:
         from splitserve.orchestrator.router.api import Api
         from splitserve.orchestrator.router.app import limits_of
         from splitserve.orchestrator.router.core_driver import CoreDriver
+        from splitserve.orchestrator.router.event_stream import EventStreams
+        from splitserve.orchestrator.router.incidents import Incidents
         from splitserve.orchestrator.router.metrics import RouterMetrics
         from splitserve.orchestrator.router.recordings import Recordings
         from splitserve.orchestrator.router.request_log import RequestLog
@@ -69,16 +71,33 @@ class Desk:
             }
         )
         core, secret = RouterCore(limits_of(config)), bytes(32)
-        metrics, agents, log = RouterMetrics(core), AgentHub(secret), RequestLog(None, 1_024)
+        incidents = Incidents()
+        agents = AgentHub(secret, incidents)
+        metrics, log = RouterMetrics(core), RequestLog(None, 1_024)
+        log.on_final.append(metrics.account_for)
+        events = EventStreams(dict, log, incidents)
 
         def on_end(timeline: Any, tally: Any) -> None:
             metrics.observe(timeline)
-            log.add(timeline, tally)
+            log.add(timeline, tally, agents.facts_of(timeline))
 
-        self._driver = CoreDriver(core, NoEngines(), agents, secret, on_end)  # type: ignore[arg-type]
+        engines: Any = NoEngines()
+        self._driver = CoreDriver(core, engines, agents, secret, on_end, incidents)
+        agents.driver = self._driver
         tenants = Tenants({}, secret)
         self._api = Api(
-            self._driver, agents, tenants, metrics, log, MODEL, frozenset(), None, Recordings()
+            self._driver,
+            tenants,
+            metrics,
+            log,
+            agents.transfers,
+            MODEL,
+            frozenset(),
+            None,
+            Recordings(),
+            dict,
+            incidents,
+            events,
         )
         self._states = []
         for name in NODES:

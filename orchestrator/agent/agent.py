@@ -19,10 +19,11 @@ import logging
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
@@ -54,15 +55,17 @@ from splitserve.orchestrator.agent.readiness import (
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
+from splitserve.orchestrator.agent.transfer_reports import TransferReports
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineStatus
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class Agent:
         run_dir: Path,
         log_dir: Path,
         connect_endpoint: Callable[[str, bytes], Endpoint],
+        spans: TransferSpans | None = None,
     ) -> None:
         self.node = node
         self.role = last_role(run_dir, node.name) or node.pool
@@ -117,6 +121,8 @@ class Agent:
         self.relay = OrderRelay()
         """An engine that does not answer holds up only what waits here."""
         self._prefixes = PrefixReports(node.name, self._link)
+        self._transfers = TransferReports(node.name, self._link, spans)
+        self._spans = spans
 
     def stop(self) -> None:
         """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
@@ -256,6 +262,7 @@ class Agent:
                 )
                 if life.warm_up is not None:
                     await warm_up(self.node.engine_url, life.api_key, life.warm_up)
+                adapters = await loaded_adapters(self.node.engine_url, life.api_key)
         except TimeoutError:
             return f"not ready within startup_timeout_s = {limit:.0f} s"
         except WrongEngineError as error:
@@ -263,17 +270,21 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
-        described = describe(self._config, self.node, life, description, self._flip_obstacle)
+        described = describe(
+            self._config, self.node, life, description, self._flip_obstacle, adapters
+        )
         self._link.hello(AgentHello(description=described, role=self.role))
         self._set_phase("ready")
-        prefixes = (
-            self._report_prefixes(life, life.endpoint) if description.reports_prefixes else None
-        )
+        reports = []
+        if description.reports_prefixes:
+            reports.append(_task(self._prefixes.run(life.endpoint, life.incarnation)))
+        if description.reports_transfers:
+            reports.append(_task(self._transfers.run(life.endpoint, life.incarnation)))
         try:
             return await self._report_states(life, life.endpoint)
         finally:
-            if prefixes is not None:
-                prefixes.cancel()
+            for report in reports:
+                report.cancel()
             endpoint, life.endpoint = life.endpoint, None
             endpoint.close()
 
@@ -281,18 +292,6 @@ class Agent:
         while True:
             self._on_stage()
             await asyncio.sleep(STATE_INTERVAL_S)
-
-    def _report_prefixes(self, life: Life, endpoint: Endpoint) -> asyncio.Task[None]:
-        """The task that does; without it the node serves, but nothing is known of its cache."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                _log.error("reporting prefixes failed", exc_info=task.exception())
-
-        reports = self._prefixes.run(endpoint, life.incarnation)
-        task = asyncio.get_running_loop().create_task(reports)
-        task.add_done_callback(ended)
-        return task
 
     async def _report_states(self, life: Life, endpoint: Endpoint) -> str:
         silence_limit = self._config.supervision.engine_silence_limit_s
@@ -404,12 +403,16 @@ class Agent:
         self._write_status(status, life)
         if life is None:
             return
+        told = structs.asdict(status) if status is not None else {}
+        if told and self._spans is not None:
+            counts = structs.asdict(self._spans.counts)
+            told["counters"] |= {f"traces_{name}": float(n) for name, n in counts.items()}
         self._link.fresh(NodeState(
             node=self.node.name,
             incarnation=life.incarnation,
             phase=self.phase,
             role=self.role,
-            **(structs.asdict(status) if status is not None else {}),
+            **told,
         ))  # fmt: skip
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
@@ -471,6 +474,20 @@ class Agent:
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
+
+
+def _task(reports: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """The task that reports something of the engine for as long as it lives; without it the node
+    serves all the same.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            _log.error("reports of the engine have ended", exc_info=task.exception())
+
+    task = asyncio.get_running_loop().create_task(reports)
+    task.add_done_callback(ended)
+    return task
 
 
 def _owes_nothing(status: EngineStatus) -> bool:

@@ -10,6 +10,7 @@ from splitserve.orchestrator.agent.messages import NodeDescription
 if TYPE_CHECKING:
     from splitserve.kv_transfer.engine_endpoint import EngineDescription
     from splitserve.orchestrator.agent.life import Life
+    from splitserve.orchestrator.agent.messages import AdapterDescription
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
 
 
@@ -19,6 +20,7 @@ def describe(
     life: Life,
     engine: EngineDescription,
     flip_obstacle: str,
+    adapters: dict[str, AdapterDescription],
 ) -> NodeDescription:
     """The node in this life of its engine, which says what it is itself."""
     return NodeDescription(
@@ -37,6 +39,7 @@ def describe(
         fingerprint=dict(engine.fingerprint),
         host=socket.gethostname(),
         reports_prefixes=engine.reports_prefixes,
+        reports_transfers=engine.reports_transfers,
         uses_cache=engine.uses_cache,
         step_limit_tokens=engine.step_limit_tokens,
         running_limit_requests=engine.running_limit_requests,
@@ -45,4 +48,5 @@ def describe(
         engine=engine.engine,
         hardware=engine.hardware,
         flip_obstacle=flip_obstacle,
+        adapters=adapters,
     )

@@ -4,7 +4,8 @@ the agent, loses no report of a death.
 What is sent after a connection is made: the hello of the engine that runs (if one is ready), the
 reports of deaths that no router has taken yet, then states as they come. States and loading
 progress are only worth sending when fresh: they are dropped while there is no connection. So are
-reports of prefixes, whose sender begins again when a router has welcomed the node.
+the facts of ended transfers, whose requests the next router does not know, and reports of prefixes,
+whose sender begins again when a router has welcomed the node.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from splitserve.orchestrator.agent.messages import (
     LoadingProgress,
     NodePrefixes,
     NodeState,
+    NodeTransfers,
     Role,
     ToAgent,
 )
@@ -45,6 +47,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _MESSAGE_LIMIT_BYTES = 2**20
 _DEATHS_LIMIT = 64
+_TRANSFERS_LIMIT_FRAMES = 16
+"""Frames of ended transfers that may wait to be sent; the oldest are dropped."""
 _PREFIXES_LIMIT = 4
 """Reports of prefixes that may wait to be sent; no other is asked of the engine meanwhile."""
 
@@ -74,6 +78,7 @@ class RouterLink:
         """Told already; the next connection may lead to a router that does not know them."""
         self._fresh: NodeState | LoadingProgress | None = None
         self._prefixes: deque[NodePrefixes] = deque()
+        self._transfers: deque[NodeTransfers] = deque(maxlen=_TRANSFERS_LIMIT_FRAMES)
         self._wake = asyncio.Event()
         self._deaths_sent = asyncio.Event()
         self._deaths_sent.set()
@@ -119,6 +124,12 @@ class RouterLink:
         self._prefixes.append(frame)
         self._wake.set()
 
+    def transfers(self, frame: NodeTransfers) -> None:
+        """Sent if there is a connection, and lost if there is none."""
+        if self.connected:
+            self._transfers.append(frame)
+            self._wake.set()
+
     async def flush(self, timeout_s: float) -> None:
         """Wait until every report of a death was sent, at most ``timeout_s`` and only while there
         is a connection.
@@ -161,6 +172,7 @@ class RouterLink:
         self._hello_sent = False
         self._fresh = None
         self._prefixes.clear()
+        self._transfers.clear()
         self._deaths.extendleft(reversed(self._told))
         self._told.clear()
         self._wake.set()
@@ -199,6 +211,8 @@ class RouterLink:
                 if self._fresh is not None:
                     frame, self._fresh = self._fresh, None
                     await self._send(socket, frame)
+                while self._transfers:
+                    await self._send(socket, self._transfers.popleft())
                 while self._prefixes:
                     await self._send(socket, self._prefixes[0])
                     self._prefixes.popleft()

@@ -8,9 +8,19 @@ import msgspec
 
 from splitserve.kv_transfer.holdings import Holding
 from splitserve.kv_transfer.prefix_marks import MARK_BYTES
+from splitserve.kv_transfer.transfer_facts import Seconds, TransferFacts
 
 Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
+
+
+class AdapterDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that an engine has loaded."""
+
+    path: str
+    """As the engine names it."""
+    content: str
+    """Follows from the adapter's files: under one name, nodes may have different ones."""
 
 
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +54,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the machine; its nodes share one cache."""
     reports_prefixes: bool = False
     """It says which beginnings of prompts its prefix cache has."""
+    reports_transfers: bool = False
+    """It says when what happened to its transfers."""
     uses_cache: bool = False
     """It loads what its host's cache has."""
     step_limit_tokens: int = 0
@@ -57,6 +69,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What it computes on, for people."""
     flip_obstacle: str = ""
     """Why the node cannot change its role; empty when it can."""
+    adapters: dict[str, AdapterDescription] = {}
+    """What its engine serves beside the model, by the name that clients use."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -116,6 +130,18 @@ class NodePrefixes(msgspec.Struct, frozen=True, kw_only=True, tag="prefixes"):
             raise ValueError("marks and their tokens do not fit")
 
 
+class NodeTransfers(msgspec.Struct, frozen=True, kw_only=True, tag="transfers"):
+    """Transfers that have ended on the node, for the timelines of their requests."""
+
+    node: str
+    incarnation: str
+    clock: str
+    """Names the clock that the times are of; equal on processes that share one."""
+    sent: Seconds
+    """When this was sent, in seconds of that clock."""
+    ended: tuple[TransferFacts, ...]
+
+
 class LoadingProgress(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
     """What an engine that is still loading does, for people to read."""
 
@@ -138,7 +164,7 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     """And nobody needed anything that it had."""
 
 
-FromAgent = AgentHello | NodeState | NodePrefixes | LoadingProgress | EngineDied
+FromAgent = AgentHello | NodeState | NodePrefixes | NodeTransfers | LoadingProgress | EngineDied
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

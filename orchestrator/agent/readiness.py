@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.engine_endpoint import EngineDescription, EngineStatus
     from splitserve.kv_transfer.held_prefixes import PrefixReport
     from splitserve.kv_transfer.orders import Retarget
+    from splitserve.kv_transfer.transfer_facts import TransferFacts
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Endpoint(Protocol):
 
     async def prefixes(self, *, from_start: bool) -> PrefixReport: ...
 
+    async def ended_transfers(self) -> tuple[TransferFacts, ...]: ...
+
     async def fail_transfer(self, transfer_id: str, reason: str) -> None: ...
 
     async def retarget(self, order: Retarget) -> None: ...
@@ -55,7 +58,7 @@ class WrongEngineError(Exception):
     """Another engine than the one that was started answers on its ports."""
 
 
-async def answer_of(call: Coroutine[Any, Any, T]) -> T:
+async def answer_of(call: Coroutine[Any, Any, T], timeout_s: float = _CALL_TIMEOUT_S) -> T:
     """What a call of an endpoint returns; else one of ``ENDPOINT_ERRORS``.
 
     The call runs in a task of its own: closing the connection under it cancels it, and that must
@@ -63,11 +66,11 @@ async def answer_of(call: Coroutine[Any, Any, T]) -> T:
     """
     task = asyncio.get_running_loop().create_task(call)
     try:
-        await asyncio.wait({task}, timeout=_CALL_TIMEOUT_S)
+        await asyncio.wait({task}, timeout=timeout_s)
     finally:
         task.cancel()
     if not task.done():
-        raise TimeoutError(f"no answer from the engine within {_CALL_TIMEOUT_S:g} s")
+        raise TimeoutError(f"no answer from the engine within {timeout_s:g} s")
     if task.cancelled():
         raise ConnectionResetError("the connection to the engine was closed")
     return task.result()

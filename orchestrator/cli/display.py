@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from splitserve.kv_transfer.cache.settings import tier_names
+from splitserve.orchestrator.observe.dashboard import DASHBOARD_PATH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +91,10 @@ def print_endpoints(
     console: Console, config: ClusterConfig, url: str, status: ClusterStatus
 ) -> None:
     """Show where everything listens: a table on a terminal, one line per process elsewhere."""
-    rows = [(_ROUTER, status.router, f"{url}/v1", "")]
+    rows = [
+        (_ROUTER, status.router, f"{url}/v1", ""),
+        ("dashboard", status.router, f"{url}{DASHBOARD_PATH}", ""),
+    ]
     for name, node in status.nodes.items():
         if node is not None:
             rows.append((name, node.phase, node.engine_url, f"{node.total_blocks} KV blocks"))

@@ -1,34 +1,121 @@
-"""``splitserve doctor``: every check that ``up`` makes before it starts anything, with what it
-found.
+"""``splitserve doctor``: every check that ``up`` makes before it starts anything, and those that
+measure, with what was found and what to change.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_REFUSED
-from splitserve.orchestrator.cli.up import roles_in_words
-from splitserve.orchestrator.config import load
-from splitserve.orchestrator.config.flips import flip_obstacle
+from splitserve.orchestrator.cli.running_findings import running_cluster
+from splitserve.orchestrator.config import ConfigError
+from splitserve.orchestrator.config.loading import load_with_contradictions
+from splitserve.orchestrator.launch.checks.subject import Subject
+from splitserve.orchestrator.launch.files import ClusterFiles
+from splitserve.orchestrator.launch.finding import Finding, Severity, gravest, told
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_profile_path
 from splitserve.orchestrator.launch.preflight import findings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPORT_VERSION = 1
+"""Of the form of ``--json``; names are added to it, never changed."""
 
 
 @click.command()
 @click.argument("config", default="quickstart")
-def doctor(config: str) -> None:
-    """Check CONFIG against this machine; nothing is started. Exit status 2 when something must be
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--quick", is_flag=True, help="Leave out what measures: transports, tiers, clocks.")
+def doctor(config: str, as_json: bool, quick: bool) -> None:
+    """Check CONFIG against this machine; no engine is started. Exit status 2 when something must be
     changed.
     """
-    bad = 0
-    loaded = with_profile_path(with_cache_paths(load(config)))
-    for finding in findings(loaded, os.environ):
-        click.echo(f"{'FAIL' if finding.problems else 'ok':5} {finding.check}: {finding.detail}")
-        for problem in finding.problems:
-            bad += 1
-            click.echo(f"      - {problem}")
-    click.echo(f"{'ok':5} roles: {roles_in_words(flip_obstacle(loaded))}")
-    if bad:
+    report = _Report(config)
+    try:
+        subject = _subject(config)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        report.add(Finding("configuration", "cannot be used", told(error.problems)), 0.0)
+    else:
+        for finding, seconds in _all_findings(subject, measures=not quick):
+            report.add(finding, seconds)
+            if not as_json:
+                _print(finding)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        click.echo(report.verdict())
+    if report.severity is Severity.FAIL:
         raise click.exceptions.Exit(EXIT_REFUSED)
+
+
+def _subject(config: str) -> Subject:
+    loaded, contradictions = load_with_contradictions(config)
+    files = ClusterFiles(loaded.name)
+    return Subject(
+        config=with_profile_path(with_cache_paths(loaded)),
+        environ=os.environ,
+        contradictions=tuple(contradictions),
+        running=files.record() if files.is_running() else None,
+    )
+
+
+def _all_findings(subject: Subject, *, measures: bool) -> Iterator[tuple[Finding, float]]:
+    if subject.running is not None:
+        started = time.monotonic()
+        finding = running_cluster(ClusterFiles(subject.config.name), subject.running)
+        yield finding, time.monotonic() - started
+    yield from findings(subject, measures=measures)
+
+
+class _Report:
+    """Everything that was found."""
+
+    def __init__(self, config: str) -> None:
+        self._config = config
+        self._found: list[tuple[Finding, float]] = []
+
+    def add(self, finding: Finding, seconds: float) -> None:
+        """One more."""
+        self._found.append((finding, seconds))
+
+    @property
+    def severity(self) -> Severity:
+        """That of the gravest finding."""
+        return gravest(finding.severity for finding, _ in self._found)
+
+    def verdict(self) -> str:
+        """How many things there are to change, in one line."""
+        problems = [problem for finding, _ in self._found for problem in finding.problems]
+        failures = sum(problem.severity is Severity.FAIL for problem in problems)
+        warnings = len(problems) - failures
+        took = sum(seconds for _, seconds in self._found)
+        return (
+            f"{len(self._found)} checks in {took:.1f} s: {failures} to change before it can serve, "
+            f"{warnings} warning{'' if warnings == 1 else 's'}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole report."""
+        return {
+            "version": REPORT_VERSION,
+            "config": self._config,
+            "severity": str(self.severity),
+            "findings": [
+                {**finding.as_dict(), "seconds": round(seconds, 3)}
+                for finding, seconds in self._found
+            ],
+        }
+
+
+def _print(finding: Finding) -> None:
+    click.echo(f"{finding.severity:5} {finding.check}: {finding.detail}")
+    for problem in finding.problems:
+        click.echo(f"      - {'' if problem.severity is Severity.FAIL else 'warning: '}{problem}")

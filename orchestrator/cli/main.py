@@ -6,6 +6,7 @@ from importlib import metadata
 
 import click
 
+from splitserve.orchestrator.cli.bench import bench
 from splitserve.orchestrator.cli.cache import cache
 from splitserve.orchestrator.cli.cache_advice import advise
 from splitserve.orchestrator.cli.config import config
@@ -18,6 +19,8 @@ from splitserve.orchestrator.cli.profile import profile
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
 from splitserve.orchestrator.cli.simulate import simulate_command
+from splitserve.orchestrator.cli.top import top
+from splitserve.orchestrator.cli.trace import trace
 from splitserve.orchestrator.cli.tune import tune_command
 from splitserve.orchestrator.cli.up import down, status, up
 
@@ -37,9 +40,9 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, down, drain, restart, flip, cache):
+for command in (up, status, top, trace, down, drain, restart, flip, cache):
     main.add_command(command)
-for command in (profile, record, simulate_command, tune_command):
+for command in (bench, profile, record, simulate_command, tune_command):
     main.add_command(command)
 for command in (quickstart, model, config, doctor):
     main.add_command(command)

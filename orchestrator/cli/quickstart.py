@@ -32,13 +32,16 @@ _HTTP_TIMEOUT_S = 300.0
 _LINE_LIMIT_BYTES = 2**20
 _TIMELINE_WAIT_S = 3.0
 _TIMELINE_POLL_S = 0.1
-_TIMELINE_LINES = (
-    ("dispatched_ms", "legs dispatched to {prefill_node} and {decode_node}"),
-    ("prefill_answered_ms", "{prefill_node} had computed the prompt and answered"),
-    ("first_data_ms", "{decode_node} sent its first token"),
-    ("last_data_ms", "{decode_node} sent its last byte"),
-)
-"""Keys of the router's timeline, in the order in which they happen in a split request."""
+_PARTS = {
+    "queue": "in the router, until the legs left",
+    "retry": "lost with legs that failed",
+    "reserve": "until {prefill_node} began; {decode_node} reserved pages meanwhile",
+    "prefill": "the prompt was computed",
+    "transfer_exposed": "its last pages were on their way to {decode_node}",
+    "first_step": "{decode_node} made the first token",
+    "decode": "{decode_node} made the rest of the answer",
+}
+"""Parts of the router's timeline, for people."""
 
 
 @click.command()
@@ -139,24 +142,37 @@ def _print_times(began: float, times: list[float]) -> None:
 def _print_timeline(
     connection: http.client.HTTPConnection, request_id: str, headers: dict[str, str]
 ) -> None:
-    """Where the router saw the time go. It has the whole story once the prefill leg has ended
-    too.
+    """Where the time went. The router has the whole story once the prefill leg has ended too, and
+    the nodes have told of the transfer.
     """
     end = time.monotonic() + _TIMELINE_WAIT_S
     while True:
         connection.request("GET", f"/internal/timeline/{request_id}", headers=headers)
         response = connection.getresponse()
         data = response.read(_LINE_LIMIT_BYTES)
+        is_late = time.monotonic() > end
         if response.status == 200:
-            break
-        if time.monotonic() > end:
+            record = json.loads(data)
+            if is_late or record["decision"] != "split" or record["delivered_ms"] is not None:
+                break
+        elif is_late:
             click.echo(f"(the router has no timeline of this request: status {response.status})")
             return
         time.sleep(_TIMELINE_POLL_S)
-    record = json.loads(data)
-    click.echo(
-        f"where the time went ({record['decision']}), in ms after the router had the request:"
-    )
-    for key, text in _TIMELINE_LINES:
-        if record.get(key) is not None:
-            click.echo(f"  {record[key]:9.1f}  {text.format(**record)}")
+    _print_parts(record)
+
+
+def _print_parts(record: dict[str, Any]) -> None:
+    """One line for each part, the time to the first token between them, and the transfer."""
+    click.echo(f"where the time went ({record['decision']}), in ms:")
+    for part, ms in record["parts"].items():
+        if part == "decode":
+            click.echo(f"  {record['first_data_ms']:9.1f}  = time to the first token")
+        text = _PARTS.get(part, "").format(**record)
+        click.echo(f"  {ms:9.1f}  {part:<17} {text}".rstrip())
+    if record["transfer_hidden_ms"] is not None:
+        megabytes = record["transfer_bytes"] / 1e6
+        click.echo(
+            f"{megabytes:.1f} MB of KV travelled: {record['transfer_hidden_ms']:.1f} ms while the "
+            f"prompt was computed, {record['transfer_exposed_ms']:.1f} ms after it"
+        )

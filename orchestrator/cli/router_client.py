@@ -26,9 +26,20 @@ class RouterSilentError(click.ClickException):
 class RouterClient:
     """Asks the router of a running cluster with the token that its ``up`` has left."""
 
-    def __init__(self, files: ClusterFiles, record: ClusterRecord) -> None:
+    def __init__(
+        self, files: ClusterFiles, record: ClusterRecord, *, keep_alive: bool = False
+    ) -> None:
+        """``keep_alive``: one connection serves all questions until ``close``."""
         self._files = files
         self._url = record.url
+        self._keep_alive = keep_alive
+        self._connection: http.client.HTTPConnection | None = None
+
+    def close(self) -> None:
+        """No connection is open."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def nodes(self, timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, Any]]:
         """What the router knows of each node that takes part, by name."""
@@ -40,6 +51,19 @@ class RouterClient:
         status, answer = self._ask("GET", "/internal/status", None, timeout_s)
         if status != 200:
             raise RouterSilentError(f"the router answers {status} to a question for its status")
+        return answer
+
+    def timeline(self, request_id: str) -> dict[str, Any] | None:
+        """What happened to the latest request with that id; None when the router does not keep
+        it.
+        """
+        if not request_id.isascii() or not request_id.isprintable() or set(" ?") & set(request_id):
+            return None  # It knows no such ids
+        status, answer = self._ask("GET", f"/internal/timeline/{request_id}", None)
+        if status == 404:
+            return None
+        if status != 200:
+            raise RouterSilentError(f"the router answers {status} to a question for a timeline")
         return answer
 
     def drain(
@@ -92,23 +116,37 @@ class RouterClient:
     def _ask(
         self, method: str, path: str, body: str | None, timeout_s: float = _TIMEOUT_S
     ) -> tuple[int, dict[str, Any]]:
+        kept, self._connection = self._connection, None
+        if kept is not None and method == "GET":
+            try:
+                return self._exchange(kept, method, path, body)
+            except RouterSilentError:
+                pass  # The router may have closed it since; a new connection will tell
         parts = urlsplit(self._url)
         assert parts.hostname is not None
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        return self._exchange(connection, method, path, body)
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
+    ) -> tuple[int, dict[str, Any]]:
         headers = {
             "Authorization": f"Bearer {self._files.token_path.read_text()}",
             "Content-Type": "application/json",
         }
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
             answer = json.loads(response.read())
+            if self._keep_alive:
+                self._connection = connection
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RouterSilentError(
                 f"the router on {self._url} does not answer: {error}"
             ) from error
         finally:
-            connection.close()
+            if self._connection is not connection:
+                connection.close()
         if not isinstance(answer, dict):
             raise RouterSilentError(f"the router answers {answer!r}")
         return response.status, answer

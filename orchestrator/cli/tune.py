@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from splitserve.orchestrator.cli.errors import RefusedError
-from splitserve.orchestrator.cli.tune_changes import apply_split, running_split, write_split
+from splitserve.orchestrator.cli.tune_changes import apply_split, running_nodes, write_split
 from splitserve.orchestrator.cli.tune_picture import picture_of
 from splitserve.orchestrator.cli.tune_report import json_of, show
 from splitserve.orchestrator.cli.workload_options import workload_of, workload_options
@@ -22,7 +22,7 @@ from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.router.app import limits_of
 from splitserve.orchestrator.tuner.evaluation import EvaluationError, cores
-from splitserve.orchestrator.tuner.matching import mismatch
+from splitserve.orchestrator.tuner.matching import foreign_hardware, foreign_node, mismatch
 from splitserve.orchestrator.tuner.outcome import Targets
 from splitserve.orchestrator.tuner.profile import Profile, ProfileError, parse_profile
 from splitserve.orchestrator.tuner.trial import Split
@@ -30,11 +30,15 @@ from splitserve.orchestrator.tuner.tuning import Tuned, TuningError, Wish, tune
 from splitserve.orchestrator.tuner.workload import WorkloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.traces import TraceRequest
     from splitserve.orchestrator.tuner.workload import Mix
+
+    Nodes = Mapping[str, Mapping[str, Any]]
+    """The router's status of each node, by name."""
 
 NODES_LIMIT = 10_000
 
@@ -100,9 +104,11 @@ def tune_command(
         raise RefusedError(f"--out {out}: the picture is an SVG; name a file.svg")
     config = load(cluster)
     targets = _targets(ttft_ms, itl_ms)
-    profile = _profile(profile_path, config)
+    running = running_nodes(config)
+    profile = _profile(profile_path, config, running)
     source = workload_of(trace, isl, osl, rate, block_tokens)
-    wish = replace(_wish(config, targets, nodes, threshold), block_tokens=block_tokens, seed=seed)
+    wish = _wish(config, running, targets, nodes, threshold)
+    wish = replace(wish, block_tokens=block_tokens, seed=seed)
     tuned = _tuned(source, profile, wish, jobs or cores())
     name = trace.name if trace is not None else f"prompts of {isl}, answers of {osl} tokens"
     if out is not None:
@@ -130,8 +136,10 @@ def _targets(ttft_ms: float | None, itl_ms: float | None) -> Targets:
     )
 
 
-def _profile(path: Path | None, config: ClusterConfig) -> Profile:
-    """The profile at ``path``, or the cluster's own. Raises ``RefusedError``."""
+def _profile(path: Path | None, config: ClusterConfig, running: Nodes) -> Profile:
+    """The profile at ``path``, or the cluster's own. Raises ``RefusedError`` when it is of another
+    cluster than that YAML, or those running nodes.
+    """
     own = ClusterFiles(config.name).profile_path
     if path is None and not own.is_file():
         raise RefusedError(
@@ -143,18 +151,27 @@ def _profile(path: Path | None, config: ClusterConfig) -> Profile:
         profile = parse_profile(chosen.read_bytes(), str(chosen))
     except ProfileError as error:
         raise RefusedError(str(error)) from error
-    wrong = mismatch(profile, config)
+    wrong = mismatch(profile, config) or foreign_node(profile, running)
     if wrong:
         raise RefusedError(f"{chosen} is not a profile of {config.name}: {wrong}")
+    if hardware := foreign_hardware(profile, running):
+        click.echo(f"warning: {chosen} was {hardware}; measure again to be sure", err=True)
     return profile
 
 
 def _wish(
-    config: ClusterConfig, targets: Targets, nodes: int | None, threshold: int | None
+    config: ClusterConfig,
+    running: Nodes,
+    targets: Targets,
+    nodes: int | None,
+    threshold: int | None,
 ) -> Wish:
     """What runs now is what the router says, or the YAML where the cluster does not run."""
     limits = limits_of(config)
-    runs = running_split(config) or (config.prefill.replicas, config.decode.replicas)
+    runs = (config.prefill.replicas, config.decode.replicas)
+    if running:
+        roles = [node["role"] for node in running.values()]
+        runs = roles.count("prefill"), roles.count("decode")
     count = nodes or sum(runs)
     current = None
     if sum(runs) == count:

@@ -57,15 +57,10 @@ def write_split(cluster: str, config: ClusterConfig, split: Split) -> None:
     click.echo(f"{path}: written; the next `splitserve up` takes it", err=True)
 
 
-def running_split(config: ClusterConfig) -> tuple[int, int] | None:
-    """(prefill, decode) nodes of the running cluster, by their present roles; None when it does
-    not run.
-    """
+def running_nodes(config: ClusterConfig) -> dict[str, dict[str, Any]]:
+    """The router's status of each node; empty when the cluster does not run."""
     flips = _running(config)
-    if flips is None:
-        return None
-    roles = [node["role"] for node in flips.nodes().values()]
-    return roles.count("prefill"), roles.count("decode")
+    return flips.nodes() if flips is not None else {}
 
 
 def apply_split(config: ClusterConfig, split: Split) -> None:

@@ -21,6 +21,7 @@ from splitserve.orchestrator.config.loading import (
     dump_resolved,
     load,
     load_resolved,
+    load_with_contradictions,
     parse,
 )
 from splitserve.orchestrator.config.nodes import NodeConfig, node, nodes, router_url
@@ -65,6 +66,7 @@ __all__ = [
     "dump_resolved",
     "load",
     "load_resolved",
+    "load_with_contradictions",
     "node",
     "nodes",
     "parse",

@@ -1,5 +1,5 @@
 """What several keys must agree on. Pure: the machine is not asked (that is
-``launch.preflight``).
+``launch.checks``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
 from splitserve.orchestrator.config.nodes import POOLS, nodes
+from splitserve.orchestrator.config.tracing_schema import tracing_problems
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
@@ -48,6 +49,7 @@ OWNED_ENGINE_ARGS = {
     "distributed_executor_backend": "splitserve starts and watches the engine's processes itself",
     "config": "write the engine's options under `engine_args`",
     "speculative_config": "speculative decoding cannot be combined with a split yet",
+    "otlp_traces_endpoint": "set `observability.tracing.otlp_endpoint`",
     "uds": "the router reaches engines over TCP",
     "ssl_keyfile": "the engines listen on loopback; put TLS in front of the router",
     "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
@@ -60,13 +62,14 @@ TYPING_ERROR_RATIO = 0.9
 
 def problems_between_keys(config: ClusterConfig) -> list[str]:
     """One sentence per contradiction, each naming both keys and what to change."""
-    problems = _pool_differences(config)
+    problems = pool_differences(config)
     for pool in POOLS:
         problems += _pool_problems(pool, config.pool(pool), config)
     if not config.allow_shared_devices:
-        problems += _shared(config, "cpus") + _shared(config, "gpus")
-    problems += _port_overlaps(config) + _weight_differences(config) + cache_problems(config)
+        problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
+    problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
     problems += autotune_problems(config)
+    problems += tracing_problems(config.observability.tracing)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
         problems.append(
@@ -91,7 +94,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _pool_differences(config: ClusterConfig) -> list[str]:
+def pool_differences(config: ClusterConfig) -> list[str]:
+    """What has to be equal in both pools and is not."""
     problems = []
     for key in EQUAL_IN_BOTH_POOLS:
         ours, theirs = (getattr(config.pool(pool).engine_args, key) for pool in POOLS)
@@ -194,8 +198,8 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
     return problems
 
 
-def _shared(config: ClusterConfig, key: str) -> list[str]:
-    """CPUs or GPUs that two nodes name."""
+def shared_devices(config: ClusterConfig, key: str) -> list[str]:
+    """CPUs or GPUs that two nodes name; ``key`` is ``cpus`` or ``gpus``."""
     owners: dict[int, list[str]] = {}
     for node in nodes(config):
         for number in getattr(node, key) or ():
@@ -210,7 +214,8 @@ def _shared(config: ClusterConfig, key: str) -> list[str]:
     ]
 
 
-def _port_overlaps(config: ClusterConfig) -> list[str]:
+def port_overlaps(config: ClusterConfig) -> list[str]:
+    """Ports that are given twice, or are none."""
     uses = fixed_ports(config)
     count = Counter(port for port, _, _ in uses)
     problems = []

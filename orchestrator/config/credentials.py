@@ -87,7 +87,10 @@ def tenants_by_key(config: ClusterConfig, environ: Mapping[str, str]) -> dict[st
             problems += error.problems
             continue
         if key in tenants:
-            problems.append(f"{where}: the same key was already given to tenant {tenants[key]!r}")
+            problems.append(
+                f"{where}: the same key was already given to tenant {tenants[key]!r}; make "
+                "another one"
+            )
         tenants[key] = entry.tenant
     if problems:
         raise ConfigError(problems)
@@ -109,7 +112,7 @@ def _api_key(entry: ApiKeyConfig, where: str, environ: Mapping[str, str]) -> str
     path = Path(entry.key_file).expanduser()
     key = _read(path, f"{where}.key_file", "write the key into it").strip()
     if not key:
-        raise ConfigError([f"{where}.key_file: {path} is empty"])
+        raise ConfigError([f"{where}.key_file: {path} is empty; write the key into it"])
     return key
 
 

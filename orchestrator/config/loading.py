@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError
 
 from splitserve.orchestrator.config.checks import problems_between_keys
 from splitserve.orchestrator.config.errors import ConfigError
+from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
 
 _MAX_FILE_BYTES = 2**20
@@ -34,14 +35,32 @@ def load(path_or_name: str | Path) -> ClusterConfig:
     """The checked configuration of a YAML file, or of a built-in one by its name (``quickstart``).
 
     Raises ``ConfigError`` with every problem found. Nothing of this machine is looked at: see
-    ``launch.preflight``.
+    ``launch.checks``.
     """
     text, source = _read(str(path_or_name))
     return parse(text, source)
 
 
+def load_with_contradictions(path_or_name: str | Path) -> tuple[ClusterConfig, list[str]]:
+    """As ``load``, but what several keys do not agree on is returned, so that all else can be
+    looked at too. Raises ``ConfigError`` for what is no configuration at all.
+    """
+    text, source = _read(str(path_or_name))
+    config = _validated(text, source)
+    return config, problems_between_keys(config)
+
+
 def parse(text: str, source: str = "<string>") -> ClusterConfig:
     """The checked configuration of a YAML text; ``source`` names it in errors."""
+    config = _validated(text, source)
+    problems = problems_between_keys(config)
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def _validated(text: str, source: str) -> ClusterConfig:
+    """Each value fits its key; what keys must agree on is not looked at."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_odd_keys(tree, source)
@@ -56,9 +75,6 @@ def parse(text: str, source: str = "<string>") -> ClusterConfig:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError([_sentence(item, tree) for item in error.errors()], source) from None
-    problems = problems_between_keys(config)
-    if problems:
-        raise ConfigError(problems, source)
     try:
         ClusterConfig.model_validate_json(dump_resolved(config))
     except (ValidationError, PydanticSerializationError, ValueError) as error:
@@ -152,7 +168,7 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
         return f"{where}: a section with keys{_as_section(location, value)}{_got(value)}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    return f"{where}: {message}" + _got(item.get("input"))
+    return f"{where}: {message}" + ("" if kind == HOLDS_SECRET else _got(item.get("input")))
 
 
 _REMEDIES = {

@@ -2,7 +2,7 @@
 
 The classes are strict (no silent conversion), closed (an unknown key is an error) and frozen. They
 hold what one value can say about itself; what two keys must agree on is in ``checks.py``, what the
-machine must offer in ``launch/preflight.py``. ``docs/configuration.md`` is generated from the
+machine must offer in ``launch/checks``. ``docs/configuration.md`` is generated from the
 docstrings here.
 
 Names: a *pool* is ``prefill`` or ``decode``; its replicas are *nodes* called ``prefill-0``,
@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.fields import (
     VariableName,
     VariableValue,
 )
+from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
 
 class ModelConfig(Section):
@@ -190,6 +191,19 @@ class EngineArgs(Section):
     def passed_on(self) -> dict[str, Any]:
         """The keys that are not fields of this class, for the engine's command line."""
         return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters in `lora_modules`: each is `NAME=PATH` or a mapping."""
+        extra = self.passed_on
+        modules = extra.get("lora_modules", extra.get("lora-modules")) or []
+        names = []
+        for module in modules if isinstance(modules, list) else [modules]:
+            if isinstance(module, str) and not module.startswith("{"):
+                names.append(module.partition("=")[0])
+            elif isinstance(module, dict) and isinstance(module.get("name"), str):
+                names.append(module["name"])
+        return frozenset(names)
 
 
 class PoolConfig(Section):
@@ -357,6 +371,11 @@ class ObservabilityConfig(Section):
     timeline_requests: int = Field(default=1024, ge=0)
     """Finished requests whose timeline the router keeps (`/internal/timeline/REQUEST_ID`; the
     quickstart shows one).
+    """
+
+    tracing: TracingConfig | None = None
+    """Traces by OpenTelemetry; without this section there are none. Needs `pip install
+    'splitserve[tracing]'`, which vLLM brings along.
     """
 
 

@@ -22,6 +22,7 @@ from splitserve.orchestrator.core.expected_hits import NO_HIT
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase
 from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.placement import choose_decode, choose_prefill
+from splitserve.orchestrator.core.placing import has_same_adapter
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.membership import Node
@@ -55,6 +56,7 @@ class Actions(Endings):
             node
             for node in _but(choice.decode, self.membership.usable(PREFILL))
             if node.description.incarnation not in request.tried_prefill
+            and has_same_adapter(node, choice.decode, request)
         ]
         tokens, limits = request.arrived.prompt_tokens, self.limits.placement
         hits = self.hits_of(request, others)
@@ -66,6 +68,7 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
+        self._note_redispatch(request, now)
         hit = hits.get(node.description.incarnation, NO_HIT)
         request.choice = choice._replace(prefill=node, prefill_blocks=blocks, prefill_hit=hit)
         request.timeline.expected_cached_tokens = hit.counted_tokens
@@ -167,7 +170,11 @@ class Actions(Endings):
         prefill = choice.prefill
         if self.membership.find(prefill.name, prefill.description.incarnation) is not prefill:
             return None
-        nodes = _but(prefill, self.membership.usable(DECODE))
+        nodes = [
+            node
+            for node in _but(prefill, self.decode_nodes_for(request))
+            if has_same_adapter(node, prefill, request)
+        ]
         hits = self.hits_of(request, nodes)
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
@@ -178,6 +185,7 @@ class Actions(Endings):
         self._choices += 1
         request.attempt += 1
         request.timeline.attempts = request.attempt
+        self._note_redispatch(request, now)
         hit = hits.get(node.description.incarnation, NO_HIT)
         request.choice = choice._replace(decode=node, decode_blocks=blocks, decode_hit=hit)
         self._commit_decode(request, node, blocks, now)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.flipping import Flipping
 from splitserve.orchestrator.core.lifecycle import Trigger
+from splitserve.orchestrator.core.placing import is_choosy
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Effect
@@ -41,9 +42,23 @@ class Admission(Flipping):
         first = self.queue.first()
         assert first is not None
         self._may_place = self.queue.size > 1 and (
-            self.needs_no_slot(request) or first is request or bool(first.tried)
+            self.needs_no_slot(request) or first is request or bool(first.tried) or is_choosy(first)
         )
         return effects
+
+    def admit_at_once(self, request: Request, now: float) -> list[Effect]:
+        """Start a request that needs no KV, or refuse it: it never waits, and no more of them are
+        out together than may wait.
+        """
+        out = sum(node.placed_at_once for node in self.membership.nodes.values())
+        limit = self.limits.queue_limit_requests
+        if out >= limit:
+            message = f"{limit} such requests are being answered (router.queue_limit_requests)"
+            return self._end_with_error(request, 429, message, now, retry_after_s=1)
+        effects = self._try_place(request, now)
+        if effects:
+            return effects
+        return self._end_with_error(request, 503, self.why_no_node(request), now, retry_after_s=5)
 
     def answer_full(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = (

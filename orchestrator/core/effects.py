@@ -223,7 +223,14 @@ class Timeline(msgspec.Struct, kw_only=True):
     attempts: int = 0
     continuations: int = 0
     """How often another decode node went on in the middle of the answer."""
+    queued: float | None = None
+    """When it was put into the router's queue."""
+    first_dispatched: float | None = None
+    """When legs left for the first time."""
     dispatched: float | None = None
+    """When those of the latest placement left."""
+    redispatched: float | None = None
+    """When the latest leg before the first data left that replaced a failed one."""
     prefill_answered: float | None = None
     prefill_status: int | None = None
     first_data: float | None = None

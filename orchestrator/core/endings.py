@@ -24,18 +24,27 @@ class Endings(Placing):
     def check_pool(self, request: Request, now: float, reason: str) -> list[Effect]:
         if self.has_untried_node(request):
             return []
-        message = "no decode node is ready"
-        if self.membership.usable(DECODE):
+        message = self.why_no_node(request)
+        if self.decode_nodes_for(request):
             message = "every decode node that is ready has failed this request"
         return self._end_with_error(request, 503, message, now, retry_after_s=5)
+
+    @staticmethod
+    def why_no_node(request: Request) -> str:
+        """What to tell when no usable decode node can serve the request."""
+        if request.arrived.bound_to:
+            return "the decode node that holds the earlier response takes no work now"
+        if request.arrived.adapter:
+            return f"no decode node with the adapter `{request.arrived.adapter}` is ready"
+        return "no decode node is ready"
 
     def has_untried_node(self, request: Request) -> bool:
         """Whether a decode node is usable, or restarts and will be, on which no attempt of the
         request has failed.
         """
-        usable = self.membership.usable(DECODE)
+        usable = self.decode_nodes_for(request)
         is_there = any(node.description.incarnation not in request.tried for node in usable)
-        return is_there or self.membership.awaits(DECODE)
+        return is_there or (self.membership.awaits(DECODE) and not request.arrived.bound_to)
 
     def answer_no_capacity(self, request: Request, now: float, reason: str) -> list[Effect]:
         message = f"no node had room for the request: {reason}"

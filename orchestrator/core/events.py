@@ -122,6 +122,12 @@ class RequestArrived(msgspec.Struct, frozen=True):
     """What the places of the marks relate to."""
     pinned: Pinned | None = None
     """Where it goes, and nowhere else."""
+    adapter: str = ""
+    """The LoRA adapter that it asks for; empty for the model itself."""
+    bound_to: str = ""
+    """Incarnation of the one decode node that can answer it; empty when any can."""
+    needs_kv: bool = True
+    """False for what generates nothing: it is placed at once, whatever waits."""
 
 
 class PrefillAnswered(msgspec.Struct, frozen=True):

@@ -18,7 +18,11 @@ from splitserve.kv_transfer.holdings import RECEIVES, SENDS
 from splitserve.orchestrator.core.breaker import Breaker
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+    from splitserve.orchestrator.agent.messages import (
+        AdapterDescription,
+        NodeDescription,
+        NodeState,
+    )
     from splitserve.orchestrator.core.effects import Leg
 
 PREFILL = "prefill"
@@ -77,6 +81,8 @@ class Node:
     prefill_tokens: int = 0
     """Estimated prompt tokens of those legs that have to be computed."""
     decode_legs: int = 0
+    placed_at_once: int = 0
+    """Those of the decode legs that need no KV."""
     own_prompt_tokens: int = 0
     """Estimated prompt tokens that decode legs compute here themselves."""
     committed_blocks: int = 0
@@ -100,6 +106,12 @@ class Node:
         """Whether new work may go there."""
         is_heard = self.is_connected and not self.is_silent
         return self.phase == "ready" and is_heard and self.drain is None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it answers, if only for what it holds already: it may be draining."""
+        is_heard = self.is_connected and not self.is_silent
+        return is_heard and self.phase in ("ready", "draining")
 
     @property
     def owed(self) -> Owed:
@@ -157,6 +169,21 @@ class Membership:
         self.ordered_roles: dict[str, str] = {}
         """Roles that nodes were told to take, by name: they outlast engines and connections."""
         self._usable: dict[str, list[Node]] = {}
+        self._adapters: dict[str, AdapterDescription] | None = None
+
+    @property
+    def adapters(self) -> dict[str, AdapterDescription]:
+        """The adapters of the decode nodes that are there, whether they are usable now or not; of
+        different ones under one name any.
+        """
+        if self._adapters is None:
+            self._adapters = {
+                name: adapter
+                for node in self.nodes.values()
+                if node.role == DECODE
+                for name, adapter in node.description.adapters.items()
+            }
+        return self._adapters
 
     def usable(self, role: str) -> list[Node]:
         """Nodes to which new work of that role may go."""
@@ -173,6 +200,7 @@ class Membership:
     def changed(self) -> None:
         """To be called after a node came, went, or became usable or not."""
         self._usable.clear()
+        self._adapters = None
 
     def find(self, name: str, incarnation: str) -> Node | None:
         """The node if it still lives that life."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from itertools import islice
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
@@ -105,11 +106,14 @@ class Placing(Suspecting, ABC):
         return effects
 
     def _waits_for_return(self, request: Request) -> bool:
-        """Whether the nodes that are there have failed the request, so that it waits for one that
-        restarts: those behind it need not wait for that.
+        """Whether the request waits for what those behind it do not need: a node that restarts,
+        since those that are there have failed it, or one of the few nodes that can serve it.
         """
+        usable = self.membership.usable(DECODE)
+        if is_choosy(request) and len(self.decode_nodes_for(request)) < len(usable):
+            return True
         is_last_tried = self._missing == "decode_node" and bool(request.tried)
-        return is_last_tried and bool(self.membership.usable(DECODE))
+        return is_last_tried and bool(usable)
 
     def _place_behind(self, head: Request, now: float) -> list[Effect]:
         """Place the nearest of those that wait behind ``head``."""
@@ -147,7 +151,14 @@ class Placing(Suspecting, ABC):
 
     def _choose(self, request: Request, now: float) -> Choice | Missing:
         arrived, limits = request.arrived, self.limits.placement
-        decode_nodes = self.membership.usable(DECODE)
+        if not arrived.needs_kv:
+            return self._choose_at_once(request, now)
+        decode_nodes, prefill_nodes = (
+            self.membership.usable(DECODE),
+            self.membership.usable(PREFILL),
+        )
+        if is_choosy(request):
+            decode_nodes, prefill_nodes = self._nodes_for(request)
         held = self.held_of(request)
         hits = expected_hits(held, arrived, decode_nodes)
         tokens = self._tokens_of(request)
@@ -156,7 +167,8 @@ class Placing(Suspecting, ABC):
             return found
         decode, blocks = found
         hit = hits.get(decode.description.incarnation, NO_HIT)
-        prefill_nodes = self.membership.usable(PREFILL)
+        if arrived.adapter:
+            prefill_nodes = [n for n in prefill_nodes if has_same_adapter(n, decode, request)]
         decided = decision(
             arrived.alone_because, arrived.prompt_tokens, limits, bool(prefill_nodes), hit.tokens
         )
@@ -175,6 +187,52 @@ class Placing(Suspecting, ABC):
         prefill_hit = hits.get(place[0].description.incarnation, NO_HIT)
         return Choice(decode, blocks, *place, hit, prefill_hit)
 
+    def decode_nodes_for(self, request: Request) -> list[Node]:
+        """The usable decode nodes that can serve the request: with its adapter, or the one that it
+        is bound to.
+        """
+        nodes, arrived = self.membership.usable(DECODE), request.arrived
+        if arrived.bound_to:
+            nodes = [n for n in nodes if n.description.incarnation == arrived.bound_to]
+        if arrived.adapter:
+            nodes = [n for n in nodes if arrived.adapter in n.description.adapters]
+        return nodes
+
+    def _nodes_for(self, request: Request) -> tuple[list[Node], list[Node]]:
+        """(decode nodes, prefill nodes) for a choosy request; decode nodes whose adapter no prefill
+        node has are left out while there are others.
+        """
+        decode_nodes, prefill_nodes = (
+            self.decode_nodes_for(request),
+            self.membership.usable(PREFILL),
+        )
+        if request.arrived.adapter and not request.arrived.alone_because:
+            paired = [
+                node
+                for node in decode_nodes
+                if node.description.incarnation not in request.tried
+                and any(has_same_adapter(other, node, request) for other in prefill_nodes)
+            ]
+            decode_nodes = paired or decode_nodes
+        return decode_nodes, prefill_nodes
+
+    def _choose_at_once(self, request: Request, now: float) -> Choice | Missing:
+        """The least busy node for what needs no blocks. What a node holds can be asked of it while
+        it drains, too.
+        """
+        nodes = self.decode_nodes_for(request)
+        if request.arrived.bound_to:
+            holder = self.membership.lives_as(request.arrived.bound_to)
+            nodes = [holder] if holder is not None and holder.is_reachable else []
+        untried = [n for n in nodes if n.description.incarnation not in request.tried]
+        found = choose_decode(untried, 0, (), now)
+        request.timeline.decision = "alone_other_endpoint"
+        if not isinstance(found, str):
+            return Choice(*found)
+        if not untried:
+            return found
+        return Choice(min(untried, key=attrgetter("decode_legs")), 0)
+
     def held_of(self, request: Request) -> Mapping[str, Held]:
         """Who has how much of the request's prompt."""
         marks = request.arrived.marks
@@ -186,14 +244,17 @@ class Placing(Suspecting, ABC):
 
     def _choose_without_prefill(self, request: Request, now: float) -> Choice | Missing:
         """A decode node that has room to compute the prompt beside those it computes already."""
-        nodes = [n for n in self.membership.usable(DECODE) if self.has_headroom(n, request)]
+        nodes = [n for n in self.decode_nodes_for(request) if self.has_headroom(n, request)]
         if not nodes:
             return "decode_headroom"
         hits = self.hits_of(request, nodes)
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
             return found
-        request.timeline.decision = "alone_no_prefill_node"
+        is_adapters_fault = request.arrived.adapter and self.membership.usable(PREFILL)
+        request.timeline.decision = (
+            "alone_adapter" if is_adapters_fault else "alone_no_prefill_node"
+        )
         hit = hits.get(found[0].description.incarnation, NO_HIT)
         return Choice(*found, decode_hit=hit)
 
@@ -225,6 +286,10 @@ class Placing(Suspecting, ABC):
         request.tried_prefill.clear()
         timeline = request.timeline
         timeline.attempts, timeline.dispatched = request.attempt, now
+        if timeline.first_dispatched is None:
+            timeline.first_dispatched = now
+        else:
+            self._note_redispatch(request, now)
         timeline.prefill_node = ""
         expected = choice.decode_hit if choice.prefill is None else choice.prefill_hit
         timeline.expected_cached_tokens = expected.counted_tokens
@@ -234,6 +299,12 @@ class Placing(Suspecting, ABC):
         if request.arrived.streaming:
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
+
+    @staticmethod
+    def _note_redispatch(request: Request, now: float) -> None:
+        """Legs leave that replace failed ones."""
+        if request.timeline.first_data is None:
+            request.timeline.redispatched = now
 
     def _serve(self, request: Request, choice: Choice) -> None:
         """The request, if it waits, leaves the queue at its tenant's cost: its tokens, but no more
@@ -249,6 +320,8 @@ class Placing(Suspecting, ABC):
         request.timeline.decode_node = node.name
         node.decode_legs += 1
         node.placed_legs += 1
+        if not request.arrived.needs_kv:
+            node.placed_at_once += 1
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_decode_leg = True
@@ -352,6 +425,8 @@ class Placing(Suspecting, ABC):
         assert choice is not None
         self._has_computed(request)
         choice.decode.decode_legs -= 1
+        if not request.arrived.needs_kv:
+            choice.decode.placed_at_once -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
         request.has_decode_leg = False
         if not self._waits_for_slot or self.queue.passing:
@@ -361,6 +436,8 @@ class Placing(Suspecting, ABC):
 
     def _enter_queue(self, request: Request, now: float, *, is_first: bool = False) -> None:
         """Behind the others of its tenant; ``is_first``: before them."""
+        if request.timeline.queued is None:
+            request.timeline.queued = now
         may_pass = self.needs_no_slot(request)
         if is_first:
             self._waits_for_slot = False
@@ -381,6 +458,22 @@ class Placing(Suspecting, ABC):
         oldest = self.queue.first_of(request.arrived.tenant) or self.queue.first()
         waited = now - oldest.arrived_at if oldest is not None else 0.0
         return max(1, ceil(min(waited, self.limits.queue_timeout_s)))
+
+
+def is_choosy(request: Request) -> bool:
+    """Whether not every node can serve the request."""
+    return bool(request.arrived.adapter or request.arrived.bound_to)
+
+
+def has_same_adapter(node: Node, other: Node, request: Request) -> bool:
+    """Whether both nodes have the adapter that the request asks for, if it asks for one, and it is
+    the same one.
+    """
+    name = request.arrived.adapter
+    if not name:
+        return True
+    ours, theirs = node.description.adapters.get(name), other.description.adapters.get(name)
+    return ours is not None and theirs is not None and ours.content == theirs.content
 
 
 def _to_prefill(request: Request) -> int:

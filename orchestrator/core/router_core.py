@@ -32,6 +32,7 @@ from splitserve.orchestrator.core.expected_hits import cache_source
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.placing import is_choosy
 from splitserve.orchestrator.core.probing import Probing
 from splitserve.orchestrator.core.requests import Request
 
@@ -307,9 +308,13 @@ class RouterCore(Probing):
             return self._end_with_error(
                 request, 503, "the router is stopping", now, retry_after_s=5
             )
-        if not (self.membership.usable(DECODE) or self.membership.awaits(DECODE)):
+        if not event.needs_kv:
+            self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
+            return self.admit_at_once(request, now)
+        is_served = self.membership.usable(DECODE) or self.membership.awaits(DECODE)
+        if not is_served or (is_choosy(request) and not self.has_untried_node(request)):
             return self._end_with_error(
-                request, 503, "no decode node is ready", now, retry_after_s=5
+                request, 503, self.why_no_node(request), now, retry_after_s=5
             )
         self.deadlines[DeadlineKind.REQUEST].arm(request.id, now)
         if event.pinned is not None:

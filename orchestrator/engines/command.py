@@ -57,6 +57,16 @@ def engine_command(
     return command
 
 
+def expected_fingerprint(config: ClusterConfig, pool: str) -> dict[str, str]:
+    """What the pool's engines will say of their KV, as far as the YAML decides it, by key below the
+    pool; the real fingerprint comes from a loaded model.
+    """
+    expected: dict[str, str] = import_module(_BUILDERS[config.engine]).expected_fingerprint(
+        config.pool(pool)
+    )
+    return expected
+
+
 def secret_environment(secret: bytes, api_key: str) -> dict[str, str]:
     """The variables that must never be printed."""
     return {SECRET_ENV: secret.hex(), API_KEY_ENV: api_key}
@@ -132,7 +142,7 @@ def passed_on_arguments(node: NodeConfig) -> list[str]:
     """Keys of ``engine_args`` that splitserve does not know, as ``--kebab-case`` flags.
 
     ``true`` becomes a bare flag and ``false`` its ``--no-`` form; lists repeat the value, mappings
-    become JSON.
+    become JSON, in lists too (``lora_modules: [{name: a, path: /adapters/a}]``).
     """
     argv: list[str] = []
     for key, value in node.settings.engine_args.passed_on.items():
@@ -140,12 +150,16 @@ def passed_on_arguments(node: NodeConfig) -> list[str]:
         if isinstance(value, bool):
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
-            argv += [f"--{name}", *(str(item) for item in value)]
+            argv += [f"--{name}", *(_as_flag_value(item) for item in value)]
         elif isinstance(value, dict):
             argv += [f"--{name}", json.dumps(value)]
         elif value is not None:
             argv += [f"--{name}", str(value)]
     return argv
+
+
+def _as_flag_value(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def network_environment(node: NodeConfig) -> dict[str, str]:

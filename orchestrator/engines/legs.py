@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.orders import CacheNews
     from splitserve.kv_transfer.engine_endpoint import EngineDescription
     from splitserve.kv_transfer.held_prefixes import PrefixReport
+    from splitserve.kv_transfer.transfer_facts import TransferFacts
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +223,10 @@ class Legs:
         """A step is over, and the workers' cache threads have ended these."""
         if self._cache is not None:
             self._cache.step_reported(news_of_ranks)
+
+    def transfers_ended(self, ended: Iterable[TransferFacts]) -> None:
+        """What the workers' transfer threads know of transfers that are over, for timelines."""
+        self.endpoint.transfers_ended(ended)
 
     def settled(
         self, finished_sending: Iterable[str], finished_receiving: Iterable[str]

@@ -13,9 +13,10 @@ import yaml
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.engines.command import engine_command
+from splitserve.orchestrator.launch.checks.model import model_of
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
 from splitserve.orchestrator.launch.ports import with_ports
-from splitserve.orchestrator.launch.preflight import model_of, preflight
+from splitserve.orchestrator.launch.preflight import preflight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

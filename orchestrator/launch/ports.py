@@ -49,6 +49,13 @@ def with_ports(config: ClusterConfig, rng: random.Random | None = None) -> Clust
     return config.model_copy(update={"router": router, **pools})
 
 
+def free_run(hosts: Iterable[str], length: int = 1) -> int:
+    """First of ``length`` consecutive ports, of those that ``up`` gives, that are free on all
+    ``hosts`` now.
+    """
+    return _Picker(random.SystemRandom()).run_of(length, hosts)
+
+
 def _pool_with_ports(settings: PoolConfig, picker: _Picker) -> PoolConfig:
     transfer = settings.transfer
     if settings.port_base == 0:

@@ -69,7 +69,7 @@ class TinyModel:
         tensors = {name: self._tensor(name, shape, draw) for name, shape in shapes.items()}
         write_safetensors(folder / "model.safetensors", shapes, tensors.__getitem__, "float32")
         self._write_config(folder)
-        _write_tokenizer(folder, self.max_position)
+        write_byte_tokenizer(folder, self.max_position)
         return folder
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -150,7 +150,8 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
-def _write_tokenizer(folder: Path, max_position: int) -> None:
+def write_byte_tokenizer(folder: Path, max_position: int) -> None:
+    """A Hugging Face tokenizer and chat template in ``folder``: a token for each byte."""
     flags = {
         "single_word": False,
         "lstrip": False,

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from splitserve.kv_transfer.prefix_marks import split_digests
+from splitserve.kv_transfer.process_identity import boot_id
 from splitserve.orchestrator.agent import messages as msg
 from splitserve.orchestrator.agent.auth import is_agent_token
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.router.engine_client import EngineAddress
 from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.transfer_facts import TransferBook
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core import effects as ef
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.incidents import Incidents
+    from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
 _log = logging.getLogger(__name__)
 
@@ -76,12 +82,17 @@ class AgentConnection:
 class AgentHub:
     """All agents; performs the core's orders to nodes."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, incidents: Incidents) -> None:
         self.driver: CoreDriver | None = None
         self.loading: dict[str, msg.LoadingProgress] = {}
         """What nodes that are not ready yet are doing, for people to read."""
         self.last_death: dict[str, msg.EngineDied] = {}
+        self.deaths: Counter[str] = Counter()
+        """Of engines that nobody had asked to end, by node."""
         self._secret = secret
+        self.transfers = TransferBook(boot_id())
+        """What nodes have told of transfers."""
+        self._incidents = incidents
         self._connections: dict[str, AgentConnection] = {}
         self._sockets: set[AgentConnection] = set()
 
@@ -115,6 +126,16 @@ class AgentHub:
                 connection.close("goodbye")
         return socket
 
+    def facts_of(self, timeline: ef.Timeline) -> RequestFacts | None:
+        """What nodes tell of the request's transfer, now or soon; None when nothing will come."""
+        if timeline.decision != "split":
+            return None
+        connection = self._connections.get(timeline.decode_node)
+        node = connection.description if connection is not None else None
+        if node is None or not node.reports_transfers:
+            return self.transfers.find(timeline.request_id)
+        return self.transfers.of(timeline.request_id)
+
     def close(self) -> None:
         """Tell all agents to come again (to the router that follows)."""
         for connection in self._sockets:
@@ -123,10 +144,14 @@ class AgentHub:
     # Orders of the core
 
     def accept(self, order: ef.AcceptNode) -> None:
+        assert self.driver is not None
+        node = self.driver.core.membership.nodes[order.node]
+        self._incidents.note("joined", order.node, f"takes part as a {node.role} node")
         self._send(order.node, msg.Welcome(router="splitserve"))
 
     def refuse(self, order: ef.RefuseNode) -> None:
         _log.error("node %s is refused: %s", order.node, order.reason)
+        self._incidents.note("refused", order.node, order.reason)
         self._send(order.node, msg.RefuseNode(reason=order.reason))
 
     def fail_transfer(self, order: ef.FailTransfer) -> None:
@@ -160,6 +185,7 @@ class AgentHub:
 
     def end_engine(self, order: ef.EndEngine) -> None:
         _log.error("the engine %s of %s is to end: %s", order.incarnation, order.node, order.reason)
+        self._incidents.note("engine_ended", order.node, order.reason)
         self._send(order.node, msg.EndEngine(incarnation=order.incarnation, reason=order.reason))
 
     def _send(self, node: str, frame: msg.ToAgent) -> None:
@@ -190,12 +216,16 @@ class AgentHub:
                 self.driver.tell(ev.NodeReported(frame))
             case msg.NodePrefixes():
                 self.driver.tell(_prefixes_reported(frame))
+            case msg.NodeTransfers():
+                self.transfers.take(frame, monotonic())
             case msg.LoadingProgress(node=node):
                 self.loading[node] = frame
             case msg.EngineDied(node=node, incarnation=incarnation, likely_cause=cause):
                 level = logging.INFO if frame.was_ordered else logging.ERROR
                 _log.log(level, "the engine of %s died: %s", node, cause)
                 self.last_death[node] = frame
+                self.deaths[node] += not frame.was_ordered
+                self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
 
     def _lost(self, connection: AgentConnection) -> None:
@@ -204,6 +234,7 @@ class AgentHub:
             return
         assert self.driver is not None
         del self._connections[description.node]
+        self._incidents.note("disconnected", description.node, "the connection to its agent ended")
         self.driver.tell(ev.NodeDisconnected(description.node, description.incarnation))
 
 

@@ -10,29 +10,38 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
 
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.core.breaker import BreakerLimits
-from splitserve.orchestrator.core.events import RouterDraining, RouterStopping
+from splitserve.orchestrator.core.events import CacheLost, RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.observe.trace_context import TraceIds
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
+from splitserve.orchestrator.router.cache_glance import CacheGlance
 from splitserve.orchestrator.router.cache_watch import CacheWatch
-from splitserve.orchestrator.router.client_request import CHAT, COMPLETIONS
 from splitserve.orchestrator.router.core_driver import CoreDriver
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, FORWARDED_NAMES
 from splitserve.orchestrator.router.engine_client import EngineClient
+from splitserve.orchestrator.router.event_stream import EventStreams
 from splitserve.orchestrator.router.http_server import HttpServer
+from splitserve.orchestrator.router.incidents import Incidents
 from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.scrapes import Scrapes
+from splitserve.orchestrator.router.span_pipe import SpanPipe
+from splitserve.orchestrator.router.status import snapshot_of
 from splitserve.orchestrator.router.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.core.events import Event
     from splitserve.orchestrator.router.autotune import Autotune
     from splitserve.orchestrator.router.token_counts import Tally
 
@@ -72,11 +82,17 @@ class Router:
     log: RequestLog
     port: int
     recordings: Recordings
+    incidents: Incidents
+    events: EventStreams
+    api: Api
     _server: HttpServer
     _websockets: web.Server
     _watch: CacheWatch | None = None
     _cache: CacheApi | None = None
+    _glance: CacheGlance | None = None
     _autotune: Autotune | None = None
+    _spans: SpanPipe | None = None
+    _scrapes: Scrapes | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -90,15 +106,22 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
+        if self._glance is not None:
+            self._glance.close()
         if self._autotune is not None:
             self._autotune.stop()
         self.recordings.close()
+        self.events.close()
         await self._server.close(FLUSH_TIMEOUT_S)
         self.agents.close()
         await self._websockets.shutdown(FLUSH_TIMEOUT_S)
         self.driver.close()
         self.client.close()
         self.log.flush()
+        if self._spans is not None:
+            await self._spans.stop()
 
 
 async def start(
@@ -109,38 +132,62 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
-    metrics = RouterMetrics(core)
-    log = RequestLog(log_stream, config.observability.timeline_requests)
+    incidents = Incidents()
+    agents = AgentHub(secret, incidents)
+    ttft_ms = config.policy.autotune.ttft_ms
+    metrics = RouterMetrics(
+        core, deaths=agents.deaths, ttft_target_s=None if ttft_ms is None else ttft_ms / 1000
+    )
+    tracing = config.observability.tracing
+    trace_ids = spans = None
+    if tracing is not None:
+        trace_ids = TraceIds(tracing.sample_ratio, Random())
+        spans = SpanPipe(tracing, config.router.port, config.model.name)
+        metrics.count_traces(spans)
+    log = RequestLog(log_stream, config.observability.timeline_requests, spans)
+    log.on_final.append(metrics.account_for)
     client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
-    agents = AgentHub(secret)
 
     recordings = Recordings()
 
     def on_end(timeline: Timeline, tally: Tally) -> None:
         metrics.observe(timeline)
-        log.add(timeline, tally)
+        log.add(timeline, tally, agents.facts_of(timeline))
+        if timeline.endpoint in FORWARDED_NAMES:
+            return
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
         if autotune is not None:
             autotune.ended(timeline, tally)
 
-    driver = CoreDriver(core, client, agents, secret, on_end)
+    driver = CoreDriver(core, client, agents, secret, on_end, incidents)
     autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
     continuable = continuable_endpoints(config)
     cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
+    glance = CacheGlance(cache.stat) if cache is not None else None
+    scrapes = Scrapes(metrics, config.cache.socket_path if config.cache is not None else None)
+    if cache is not None:
+        metrics.show_cache()
+    snapshot = partial(snapshot_of, core, agents, autotune, glance)
+    events = EventStreams(snapshot, log, incidents)
     api = Api(
         driver,
-        agents,
         tenants,
         metrics,
         log,
+        agents.transfers,
         config.model.name,
         continuable,
         cache,
         recordings,
-        autotune,
+        snapshot,
+        incidents,
+        events,
+        scrapes,
+        config.decode.engine_args.adapters,
+        trace_ids,
         no_prompt_logprobs(config),
     )
     websockets = web.Server(agents.serve, access_log=None)
@@ -153,14 +200,23 @@ async def start(
         address = f"{config.router.host}:{config.router.port}"
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
     _log.info("listening on http://%s:%d", config.router.host, port)
+    incidents.note("router_started", "", f"the router listens on {config.router.host}:{port}")
     watch = None
     if config.cache is not None:
         assert config.cache.socket_path is not None, "the paths are filled in by `up`"
         path = Path(config.cache.socket_path)
-        watch = CacheWatch(path, socket.gethostname(), driver.tell)
+
+        def heard(event: Event) -> None:
+            if isinstance(event, CacheLost):
+                incidents.note("cache_lost", "", f"the cache server of {event.host} is gone")
+            driver.tell(event)
+
+        watch = CacheWatch(path, socket.gethostname(), heard)
         watch.start()
     if autotune is not None:
         autotune.start()
+    if spans is not None:
+        spans.start()
     return Router(
         core,
         driver,
@@ -169,11 +225,17 @@ async def start(
         log,
         port,
         recordings,
+        incidents,
+        events,
+        api,
         server,
         websockets,
         watch,
         cache,
+        glance,
         autotune,
+        spans,
+        scrapes,
     )
 
 

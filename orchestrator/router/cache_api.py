@@ -90,10 +90,10 @@ class CacheApi:
             raise ApiError(404, f"there is no {request.path}; below {CACHE_PATH} are: {known}")
         method = "POST" if verb else "GET"
         if request.method != method:
-            raise ApiError(405, f"{request.path} takes {method} only")
+            raise ApiError(405, f"{request.path} takes {method} only", allow=method)
         if len(self._operations) >= OPERATIONS_LIMIT:
             raise ApiError(429, "too many operations on the cache at a time", retry_after_s=1)
-        work = partial(self._verbs[verb], request.body or b"{}") if verb else self._stat
+        work = partial(self._verbs[verb], request.body or b"{}") if verb else self.stat
         operation = _Operation(connection, self._operations.discard)
         self._operations.add(operation)
         operation.begin(work)
@@ -103,7 +103,10 @@ class CacheApi:
         for operation in list(self._operations):
             operation.give_up(ApiError(503, "the router stops"))
 
-    async def _stat(self) -> dict[str, Any]:
+    async def stat(self) -> dict[str, Any]:
+        """What the cache holds and how it fares. Raises ``CacheSilentError`` or
+        ``CacheRefusalError``.
+        """
         stat = await self._control.ask("stat", StatWish(), Stat, STAT_LIMIT_S)
         return bodies.shown_stat(stat, self._tenants)
 

@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from splitserve.orchestrator.router.conversation_bodies import (
+    is_one_of,
+    prefill_fields,
+    why_alone,
+)
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from splitserve.orchestrator.router.errors import ApiError
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.router.sent_tokens import SentTokens
+    from collections.abc import Collection
 
-CHAT = "chat"
-COMPLETIONS = "completions"
+    from splitserve.orchestrator.router.sent_tokens import SentTokens
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 """The field that steers transfers; not the client's to send."""
@@ -104,6 +109,7 @@ _READ_AS: Final[dict[str, tuple[type, ...]]] = {
     "stream": (bool,),
     "max_tokens": _INTEGER,
     "max_completion_tokens": _INTEGER,
+    "max_output_tokens": _INTEGER,
 }
 """Fields that the router reads, with their types; a number without a fraction is an integer too."""
 
@@ -180,6 +186,11 @@ class ClientRequest:
     alone_because: str
     can_continue: bool = False
     """A stream that another engine may go on with, with the result that one engine would give."""
+    method: str = "POST"
+    target: str = ""
+    """Path and query at the engine; empty for the endpoint's own."""
+    needs_kv: bool = True
+    """False for what is forwarded as it came."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -197,11 +208,19 @@ class ClientRequest:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def decode_body(
-        self, kv_transfer_params: bytes | None, salt: str | None, *, with_ids: bool = False
+        self,
+        kv_transfer_params: bytes | None,
+        salt: str | None,
+        *,
+        with_ids: bool = False,
+        response_id: str = "",
     ) -> list[bytes | memoryview]:
         """The decode leg's body in pieces; ``kv_transfer_params`` is JSON, None for a request that
-        is not split. ``with_ids`` asks the engine for the ids of what it sends.
+        is not split. ``with_ids`` asks the engine for the ids of what it sends; ``response_id``
+        names a response to be.
         """
+        if not self.needs_kv:
+            return [self.raw]
         if (
             not self.fields
             or KV_TRANSFER_PARAMS in self.fields
@@ -216,7 +235,7 @@ class ClientRequest:
             raw = orjson.dumps(fields)
         else:
             raw = self.raw
-        if salt is None and kv_transfer_params is None and not with_ids:
+        if salt is None and kv_transfer_params is None and not (with_ids or response_id):
             return [raw]
         end = raw.rindex(b"}")
         start = raw[:end] if end < COPY_LIMIT_BYTES else memoryview(raw)[:end]
@@ -225,6 +244,8 @@ class ClientRequest:
             pieces += (b',"cache_salt":', orjson.dumps(salt))
         if with_ids:
             pieces.append(b',"return_token_ids":true')
+        if response_id:
+            pieces += (b',"request_id":', orjson.dumps(response_id))
         if kv_transfer_params is not None:
             pieces += (b',"kv_transfer_params":', kv_transfer_params)
         pieces.append(b"}")
@@ -232,6 +253,15 @@ class ClientRequest:
 
     def prefill_body(self, kv_transfer_params: bytes, salt: str | None) -> bytes:
         """The prefill leg's body."""
+        if self.endpoint in (RESPONSES, MESSAGES):
+            fields = prefill_fields(self.endpoint, self.fields)
+        else:
+            fields = self._prefill_fields()
+        if salt is not None:
+            fields["cache_salt"] = salt
+        return orjson.dumps(fields)[:-1] + b',"kv_transfer_params":' + kv_transfer_params + b"}"
+
+    def _prefill_fields(self) -> dict[str, Any]:
         fields = {k: v for k, v in self.fields.items() if k not in _NOT_ON_PREFILL}
         fields["max_tokens"] = 1
         fields["stream"] = False
@@ -240,12 +270,12 @@ class ClientRequest:
             fields["tool_choice"] = "none"
         else:
             fields.pop("tool_choice", None)
-        if salt is not None:
-            fields["cache_salt"] = salt
-        return orjson.dumps(fields)[:-1] + b',"kv_transfer_params":' + kv_transfer_params + b"}"
+        return fields
 
 
-def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> ClientRequest:
+def read_client_request(
+    endpoint: str, raw: bytes, models: Collection[str], adapters: Collection[str] = ()
+) -> ClientRequest:
     """The request of that body. Raises ``ApiError`` 400 or, for a model that is not served, 404."""
     try:
         fields = orjson.loads(raw)
@@ -264,7 +294,7 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         fields["vllm_xargs"] = {k: v for k, v in extra.items() if k != KV_TRANSFER_PARAMS}
         fields[KV_TRANSFER_PARAMS] = None
     model = fields.get("model")
-    if type(model) is str and model and model not in models:
+    if type(model) is str and model and model not in models and model not in adapters:
         served = ", ".join(sorted(models)) or "none yet"
         message = f"The model `{model}` does not exist. Valid aliases: {served}."
         raise ApiError(404, message, param="model")
@@ -275,6 +305,11 @@ def read_client_request(endpoint: str, raw: bytes, models: frozenset[str]) -> Cl
         more = _limit(fields, "max_completion_tokens")
         output_tokens = output_tokens if more is None else more
         prompt_tokens, alone_because = _read_messages(fields, len(raw))
+    elif endpoint != COMPLETIONS:
+        if endpoint == RESPONSES:
+            output_tokens = _limit(fields, "max_output_tokens")
+        prompt_tokens = len(raw) // BYTES_PER_TOKEN + 1
+        alone_because = why_alone(endpoint, fields)
     else:
         if output_tokens is None and fields.get("max_tokens") is None:
             output_tokens = COMPLETION_TOKENS
@@ -325,7 +360,7 @@ def _can_continue(fields: dict[str, Any]) -> bool:
         if name == "min_tokens" and type(fields[name]) is int:
             continue
         allowed = _CONTINUED_WITH.get(name)
-        if allowed is None or not _is_one_of(fields[name], allowed):
+        if allowed is None or not is_one_of(fields[name], allowed):
             return False
     return True
 
@@ -390,12 +425,8 @@ def _read_prompt(fields: dict[str, Any], raw_bytes: int) -> tuple[int, str]:
 
 def _why_alone(fields: dict[str, Any], output_tokens: int | None) -> str:
     for name, allowed in _NEVER_SPLIT.items():
-        if name in fields and not _is_one_of(fields[name], allowed):
+        if name in fields and not is_one_of(fields[name], allowed):
             return name
     if output_tokens is not None and output_tokens < 1:
         return "max_tokens"
     return ""
-
-
-def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    return any(value is a or (type(value) is type(a) and value == a) for a in allowed)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.agents import AgentHub
     from splitserve.orchestrator.router.engine_client import EngineClient
     from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.incidents import Incidents
     from splitserve.orchestrator.router.token_counts import Tally
 
 
@@ -53,6 +54,7 @@ class CoreDriver:
         agents: AgentHub,
         secret: bytes,
         on_end: Callable[[ef.Timeline, Tally], None],
+        incidents: Incidents,
     ) -> None:
         self.core = core
         self.client = client
@@ -62,6 +64,7 @@ class CoreDriver:
         """Who wants to know what comes."""
         self._agents = agents
         self._on_end = on_end
+        self._incidents = incidents
         self._loop = asyncio.get_running_loop()
         self._facts: deque[Event] = deque()
         self._is_busy = False
@@ -93,13 +96,13 @@ class CoreDriver:
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,
             ef.EndEngine: agents.end_engine,
-            ef.ReportBreaker: _report_breaker,
+            ef.ReportBreaker: self._report_breaker,
         }
 
     def admit(self, exchange: Exchange, event: RequestArrived) -> None:
         """A new request: its exchange hears the core's orders from now on."""
         self.exchanges[exchange.id] = exchange
-        if self.on_arrival is not None:
+        if self.on_arrival is not None and event.needs_kv:
             self.on_arrival(event)
         self.tell(event)
 
@@ -114,7 +117,13 @@ class CoreDriver:
     ) -> None:
         """An operator wants a node drained; ``answer`` is called with the core's verdict."""
         ticket = next(self._tickets)
-        self._operators[ticket] = answer
+
+        def answered(order: ef.AnswerDrain) -> None:
+            if order.verdict == "draining":
+                self._incidents.note("draining", node, order.message)
+            answer(order)
+
+        self._operators[ticket] = answered
         self.tell(DrainRequested(ticket, node, restarts, is_forced, timeout_s))
         # A drain's deadline may be nearer than any that the core arms by itself
         self._arm_timer()
@@ -132,6 +141,8 @@ class CoreDriver:
 
         def answered(order: ef.AnswerFlip) -> None:
             _log.info("flip of %s to %s: %s: %s", node, role, order.verdict, order.message)
+            if order.verdict == "flipped":
+                self._incidents.note("flipped", node, order.message)
             answer(order)
 
         self._operators[ticket] = answered
@@ -221,10 +232,17 @@ class CoreDriver:
     def _time_passed(self) -> None:
         self._timer = None
         self.tell(TimePassed())
+        self._incidents.note_silence(self.core.membership.nodes.values())
 
-
-def _report_breaker(order: ef.ReportBreaker) -> None:
-    """One line in the log; the level follows what an operator should look at."""
-    level = logging.INFO if order.state == BreakerState.CLOSED.value else logging.WARNING
-    reason = f": {order.reason}" if order.reason else ""
-    _log.log(level, "%s: breaker of %s legs is %s%s", order.node, order.leg, order.state, reason)
+    def _report_breaker(self, order: ef.ReportBreaker) -> None:
+        """One line in the log, whose level follows what an operator should look at. A try of a node
+        is no incident.
+        """
+        reason = f": {order.reason}" if order.reason else ""
+        text = f"breaker of {order.leg} legs is {order.state}{reason}"
+        is_closed = order.state == BreakerState.CLOSED.value
+        _log.log(logging.INFO if is_closed else logging.WARNING, "%s: %s", order.node, text)
+        if is_closed:
+            self._incidents.note("breaker_closed", order.node, text)
+        elif order.state == BreakerState.OPEN.value:
+            self._incidents.note("breaker_open", order.node, text)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import orjson
 
 from splitserve.orchestrator.core import events as ev
-from splitserve.orchestrator.router.prompt_usage import WholeLines
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError
 from splitserve.orchestrator.router.token_counts import UNKNOWN_COUNTS, AnswerCounter
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import Leg, RawHeaders
     from splitserve.orchestrator.router.exchange import Exchange
+    from splitserve.orchestrator.router.prompt_usage import WholeLines
     from splitserve.orchestrator.router.sent_tokens import SentTokens
     from splitserve.orchestrator.router.token_counts import TokenCounts
 
@@ -119,7 +119,7 @@ class DecodeAnswer:
         self._sent = sent
         self._counter = AnswerCounter() if sent is None else None
         """Of an answer without token ids."""
-        self._lines: WholeLines | None = WholeLines() if exchange.counts_cached else None
+        self._lines: WholeLines | None = exchange.lines_to_count()
         """Of a stream whose events are not known to be whole, when a figure in them is changed."""
         self._held: list[bytes] = []
         self._held_bytes = 0

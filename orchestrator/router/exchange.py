@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.observe.trace_context import DECODE_LEG, PREFILL_LEG, traceparent_of
 from splitserve.orchestrator.router import headers as header_policy
-from splitserve.orchestrator.router.client_request import CHAT, continued
+from splitserve.orchestrator.router.client_request import continued
+from splitserve.orchestrator.router.endpoints import CHAT, MESSAGES, PATHS, RESPONSES
 from splitserve.orchestrator.router.engine_answers import DecodeAnswer, PrefillListener
 from splitserve.orchestrator.router.engine_client import EngineAddress, Leg, RawHeaders
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, Marks
 from splitserve.orchestrator.router.prompt_usage import (
+    RESPONSE_LINE_LIMIT_BYTES,
     UNKNOWN,
     WAIT_LIMIT_S,
     Cached,
-    cached_in,
-    has_cached,
-    with_cached,
+    WholeLines,
+    figures_of,
 )
 from splitserve.orchestrator.router.sent_tokens import BrokenStreamError, SentTokens
 from splitserve.orchestrator.router.token_counts import Tally, usage_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.core.effects import (
@@ -44,8 +46,10 @@ if TYPE_CHECKING:
         StartPair,
         StartPrefill,
     )
+    from splitserve.orchestrator.observe.trace_context import TraceContext
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.sink import Sink
 
 JOIN_LIMIT_BYTES = 64 * 1024
 """Requests up to this size are written in one piece."""
@@ -54,24 +58,6 @@ CHAT_EVENTS = 2
 """Events of a streamed chat that bring no token: the first, with the role, and the last. Of a
 completion only the last one does not.
 """
-
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
-
-class Sink(Protocol):
-    """Where the client's answer goes. ``finish`` or ``abort`` comes last."""
-
-    def send_head(self, status: int, headers: RawHeaders, body_bytes: int | None) -> None:
-        """Status line and headers; ``body_bytes`` None for a body whose length is not known."""
-
-    def send_body(self, data: bytes, is_last: bool = False) -> None:
-        """The next bytes; ``is_last`` when ``finish`` follows at once."""
-
-    def finish(self) -> None:
-        """The answer is complete."""
-
-    def abort(self) -> None:
-        """Close the connection so that the client sees an incomplete answer."""
 
 
 class LateEnd:
@@ -97,6 +83,7 @@ class Exchange:
         "_cached",
         "_decode",
         "_driver",
+        "_figures",
         "_is_answered",
         "_is_event_stream",
         "_is_over",
@@ -105,6 +92,7 @@ class Exchange:
         "_last_bytes",
         "_late",
         "_marks",
+        "_name_response",
         "_prefill",
         "_present_request",
         "_prompt_tokens",
@@ -115,8 +103,10 @@ class Exchange:
         "_shared_headers",
         "_sink",
         "_tenant_tag",
+        "_trace",
         "client_request_id",
         "id",
+        "server_timing",
     )
 
     def __init__(
@@ -130,9 +120,16 @@ class Exchange:
         sink: Sink,
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
+        name_response: Callable[[str], str] | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
+        """``name_response`` gives the id of a response that the engine of that incarnation is to
+        make.
+        """
         self.id = request_id
         self.client_request_id = client_request_id
+        self.server_timing: Callable[[str], bytes] | None = None
+        """The value of that header, for a client that wants it."""
         self._driver = driver
         self._request = request
         self._shared_headers = shared_headers
@@ -143,6 +140,9 @@ class Exchange:
         self._marks = marks
         self._sink = sink
         self._tenant_tag = tenant_tag
+        self._name_response = name_response
+        self._figures = figures_of(request.endpoint)
+        self._trace = trace
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
@@ -175,7 +175,8 @@ class Exchange:
         elif self._answer is not None:
             found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
             prompt, answered = found.prompt or prompt, found.answer
-        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
+        limit = self._request.output_tokens
+        return Tally(self.client_request_id, prompt, answered, limit, self._trace)
 
     # Orders of the core
 
@@ -199,6 +200,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
+            traceparent=traceparent_of(self._trace, DECODE_LEG),
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -218,10 +220,11 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
+            traceparent=traceparent_of(self._trace, PREFILL_LEG),
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
-        self._prefill = self._send(order.prefill, [body], listener)
+        self._prefill = self._send(order.prefill, [body], listener, PREFILL_LEG)
 
     def start_alone(self, order: StartAlone) -> None:
         """Send the whole request to the decode node."""
@@ -230,7 +233,8 @@ class Exchange:
         params = None
         if not self._resumed_tokens:
             self._cached = None
-        if self._resumed_tokens or self._tenant_tag or self._marks.joined:
+        has_news = self._resumed_tokens or self._tenant_tag or self._marks.joined
+        if has_news and self._request.needs_kv:
             alone = TransferParams(
                 transfer_id=f"{self.id}.{order.attempt}",
                 role="alone",
@@ -262,6 +266,7 @@ class Exchange:
         """An error status, an error event in a stream, or a broken-off answer."""
         self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
+        error.endpoint = self._request.endpoint
         if not self._is_answered:
             self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._is_sent:
@@ -322,6 +327,8 @@ class Exchange:
         self._is_answered = True
         self._is_event_stream = self._answer.is_event_stream
         headers = header_policy.to_client(self._answer.headers, self.client_request_id)
+        if self.server_timing is not None:
+            headers.append((b"server-timing", self.server_timing(self.id)))
         self._sink.send_head(self._answer.status, headers, body_bytes)
 
     def send_answer_body(self, data: bytes, is_last: bool) -> None:
@@ -350,10 +357,14 @@ class Exchange:
         self._driver.tell(ev.DecodeEnded(self.id, attempt))
         self._send_tail(self._sent)
 
-    @property
-    def counts_cached(self) -> bool:
-        """A figure in the decode engine's stream is another engine's to tell."""
-        return self._cached is not None and self._request.wants_usage
+    def lines_to_count(self) -> WholeLines | None:
+        """For a stream in which a figure is another engine's to tell; None when there is none."""
+        endpoint = self._request.endpoint
+        if self._cached is None:
+            return None
+        if endpoint in (RESPONSES, MESSAGES):
+            return WholeLines(RESPONSE_LINE_LIMIT_BYTES)
+        return WholeLines() if self._request.wants_usage else None
 
     def relay(self, data: bytes, is_last: bool) -> None:
         """The decode engine's next bytes, with the prefill engine's count of cached tokens."""
@@ -362,18 +373,18 @@ class Exchange:
             self._late.is_last = is_last
         elif self._cached is None:
             self.send_answer_body(data, is_last)
-        elif self._awaits_cached and has_cached(data):
+        elif self._awaits_cached and self._figures.are_in(data):
             self._hold(LateEnd(data, is_last, is_whole=False))
         else:
-            self.send_answer_body(with_cached(data, self._cached), is_last)
+            self.send_answer_body(self._figures.written(data, self._cached), is_last)
 
     def relay_whole(self, body: bytes) -> None:
         """The same with an answer that is not streamed, and its head."""
-        if self._awaits_cached and has_cached(body):
+        if self._awaits_cached and self._figures.are_in(body):
             self._hold(LateEnd(body, is_last=True, is_whole=True))
             return
         if self._cached is not None:
-            body = with_cached(body, self._cached)
+            body = self._figures.written(body, self._cached)
         self.send_answer_head(len(body))
         self.send_answer_body(body, True)
 
@@ -400,7 +411,7 @@ class Exchange:
         return self._answer is answer and not self._is_over
 
     def _note_prefill(self, answer: bytes) -> None:
-        self._cached = cached_in(answer)
+        self._cached = self._figures.read(answer)
         self._prompt_tokens = usage_in(answer).prompt
         self._send_late()
 
@@ -450,8 +461,12 @@ class Exchange:
             raise BrokenStreamError("the answer would begin again")
         self._answer = DecodeAnswer(self._driver, self, order.attempt, self._sent)
         with_ids = self._sent is not None and not self._resumed_tokens
-        body = self._present_request.decode_body(params, self._salt, with_ids=with_ids)
-        self._decode = self._send(order.decode, body, self._answer)
+        name = self._name_response
+        response_id = name(order.decode.incarnation) if name is not None else ""
+        body = self._present_request.decode_body(
+            params, self._salt, with_ids=with_ids, response_id=response_id
+        )
+        self._decode = self._send(order.decode, body, self._answer, DECODE_LEG)
         self._answer.leg = self._decode
 
     def _send(
@@ -459,15 +474,17 @@ class Exchange:
         node: NodeDescription,
         body: Sequence[bytes | memoryview],
         listener: PrefillListener | DecodeAnswer,
+        span: bytes,
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
         head = header_policy.request_head(
-            PATHS[self._request.endpoint],
+            self._request.target or PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
-            self._shared_headers,
+            self._shared_headers + header_policy.trace_line(self._trace, span),
             size,
+            self._request.method,
         )
         payload: list[bytes | memoryview] = [head, *body]
         if size <= JOIN_LIMIT_BYTES:

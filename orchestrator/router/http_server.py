@@ -70,6 +70,8 @@ class HttpRequest:
     keep_alive: bool
     allows_chunks: bool
     """False for HTTP/1.0, where only the connection's end can end a body of unknown length."""
+    query: str = ""
+    """What follows the path's question mark."""
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name."""
@@ -179,6 +181,7 @@ class HttpConnection(asyncio.Protocol):
         "_loop",
         "_parser",
         "_path",
+        "_query",
         "_server",
         "_taken_at",
         "_taken_bytes",
@@ -216,7 +219,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _begin_request(self) -> None:
         self._url = b""
-        self._path = ""
+        self._path = self._query = ""
         self._headers: RawHeaders = []
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -444,7 +447,8 @@ class HttpConnection(asyncio.Protocol):
         if len(self._waiting) >= PIPELINE_LIMIT_REQUESTS:
             message = f"{PIPELINE_LIMIT_REQUESTS} requests wait in this connection"
             raise ApiError(429, message, retry_after_s=1)
-        self._path = self._url.partition(b"?")[0].decode("latin-1")
+        path, _, query = self._url.partition(b"?")
+        self._path, self._query = path.decode("latin-1"), query.decode("latin-1")
         if self._server.admit is not None:
             self._server.admit(self._path, self._headers)
         limit = self._server.max_body_bytes
@@ -483,6 +487,7 @@ class HttpConnection(asyncio.Protocol):
             body[0] if len(body) == 1 else b"".join(body),
             parser.should_keep_alive(),
             parser.get_http_version() == "1.1",
+            self._query,
         )
         self._body, self._body_bytes = [], 0
         self._head_bytes = 0

@@ -18,7 +18,8 @@ import orjson
 
 from splitserve.orchestrator.core.events import Pinned, RequestArrived
 from splitserve.orchestrator.router import headers as header_policy
-from splitserve.orchestrator.router.client_request import COMPLETIONS, read_client_request
+from splitserve.orchestrator.router.client_request import read_client_request
+from splitserve.orchestrator.router.endpoints import COMPLETIONS
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.exchange import Exchange
 

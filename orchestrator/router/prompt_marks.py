@@ -26,7 +26,7 @@ from xxhash import xxh3_64
 
 from splitserve.kv_transfer.channel import mac
 from splitserve.kv_transfer.prefix_marks import MARK_OFFSETS
-from splitserve.orchestrator.router.client_request import CHAT
+from splitserve.orchestrator.router.endpoints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 SEEDS_LIMIT = 1_024
 """Seeds of salts that are kept; beyond that they are derived again."""
@@ -36,17 +36,37 @@ SEED_BYTES = 8
 _PIECES: Final = tuple(slice(*ends) for ends in pairwise((0, *MARK_OFFSETS)))
 """What lies between two marks."""
 
-_SHAPES_A_CHAT: Final = (
-    "tools",
-    "documents",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "add_special_tokens",
-)
-"""Fields beside the messages that a template may see, in the order in which they are hashed."""
+_CONVERSATIONS: Final = {
+    CHAT: (
+        "messages",
+        (
+            "tools",
+            "documents",
+            "chat_template",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "add_special_tokens",
+        ),
+    ),
+    MESSAGES: ("messages", ("system", "tools", "thinking", "output_config")),
+    RESPONSES: ("input", ("instructions", "tools", "reasoning", "chat_template_kwargs")),
+}
+"""Where a conversation lies, and the fields beside it that a template may see, in the order in
+which they are hashed.
+"""
 _NO_MARKS_FOR: Final = frozenset(
-    {"multimodal", "several prompts", "truncate_prompt_tokens", "prompt", "messages", "model"}
+    {
+        "multimodal",
+        "several prompts",
+        "truncate_prompt_tokens",
+        "input",
+        "messages",
+        "previous_response_id",
+        "previous_input_messages",
+        "prompt",
+        "truncation",
+        "model",
+    }
 )
 """Reasons not to split a request that also part its tokens from its bytes, or leave nothing to be
 read.
@@ -79,7 +99,8 @@ class PromptMarks:
         """
         if alone_because in _NO_MARKS_FOR:
             return NO_MARKS
-        found = _chat_bytes(fields) if endpoint == CHAT else _prompt_bytes(fields)
+        is_prompt = endpoint == COMPLETIONS
+        found = _prompt_bytes(fields) if is_prompt else _conversation_bytes(endpoint, fields)
         if found is None:
             return NO_MARKS
         kind, data = found
@@ -105,12 +126,13 @@ class PromptMarks:
         return seed
 
 
-def _chat_bytes(fields: dict[str, Any]) -> tuple[str, bytes] | None:
-    messages = orjson.dumps(fields["messages"], option=orjson.OPT_SORT_KEYS)
-    shape = {name: fields[name] for name in _SHAPES_A_CHAT if fields.get(name) is not None}
+def _conversation_bytes(endpoint: str, fields: dict[str, Any]) -> tuple[str, bytes] | None:
+    place, shaping = _CONVERSATIONS[endpoint]
+    messages = orjson.dumps(fields[place], option=orjson.OPT_SORT_KEYS)
+    shape = {name: fields[name] for name in shaping if fields.get(name) is not None}
     head = orjson.dumps(shape, option=orjson.OPT_SORT_KEYS) if shape else b""
     # Without the closing bracket: where this conversation ends, the next turn's goes on
-    return CHAT, head + messages[:-1]
+    return endpoint, head + messages[:-1]
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> tuple[str, bytes] | None:

@@ -1,6 +1,7 @@
 """One JSON line per request: when what happened to it, and who served it.
 
 Lines are collected and written together a few times a second, so a request never waits for the log.
+A line waits for what the nodes say of the request's transfer, for at most ``FACTS_WAIT_S``.
 """
 
 from __future__ import annotations
@@ -9,93 +10,233 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import IO, TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from splitserve.orchestrator.observe.trace_context import SERVER
+from splitserve.orchestrator.router.request_parts import Moments, overlap_of, parts_of
+from splitserve.orchestrator.router.transfer_facts import NO_TRANSFER, Transfer, is_in_time
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.span_pipe import SpanPipe
     from splitserve.orchestrator.router.token_counts import Tally
+    from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
 _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 0.2
 HELD_LIMIT_LINES = 1000
+"""Of more, those that wait for nothing are written, and then all."""
+FACTS_WAIT_S = 1.5
+"""How long a request that has ended waits for what its nodes know of its transfer."""
+
+
+class Account(NamedTuple):
+    """Where a request's time went."""
+
+    parts: dict[str, float]
+    """Milliseconds; see ``request_parts``."""
+    transfer: Transfer
+    hidden_ms: float | None
+    exposed_ms: float | None
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that has ended."""
+
+    timeline: Timeline
+    tally: Tally
+    facts: RequestFacts | None = None
+    """None when no node will tell of it."""
+    waits_until: float = 0.0
+
+    def account(self) -> Account:
+        """By what is known now."""
+        if self.facts is None:
+            return account_of(self.timeline, NO_TRANSFER)
+        return account_of(self.timeline, self.facts.transfer(self.timeline.first_data))
 
 
 class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
-    def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
+    def __init__(
+        self, stream: IO[bytes] | None, kept_requests: int, spans: SpanPipe | None = None
+    ) -> None:
+        self.on_final: list[Callable[[Timeline, Tally, Account], None]] = []
+        """Who wants to know where each request's time went, once that is known or not waited for
+        any more.
+        """
         self._stream = stream
-        self._kept: deque[tuple[Timeline, Tally]] = deque(maxlen=kept_requests)
-        self._unwritten: list[tuple[Timeline, Tally]] = []
+        self._spans = spans
+        """Who makes spans of the requests that are traced."""
+        self._kept: deque[Entry] = deque(maxlen=kept_requests)
+        self._unwritten: list[Entry] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._lost_lines = 0
         self._wall_offset = time.time() - time.monotonic()
 
-    def add(self, timeline: Timeline, tally: Tally) -> None:
-        """One request ended."""
-        entry = (timeline, tally)
+    def add(self, timeline: Timeline, tally: Tally, facts: RequestFacts | None = None) -> None:
+        """One request ended. ``facts`` are what nodes tell of its transfer, now or soon."""
+        waits_until = time.monotonic() + FACTS_WAIT_S if facts is not None else 0.0
+        entry = Entry(timeline, tally, facts, waits_until)
         self._kept.append(entry)
-        if self._stream is None:
-            return
         self._unwritten.append(entry)
         if len(self._unwritten) >= HELD_LIMIT_LINES:
-            self.flush()
-        elif self._flush_timer is None:
-            loop = asyncio.get_running_loop()
-            self._flush_timer = loop.call_later(FLUSH_INTERVAL_S, self.flush)
+            self._write_due()
+            if len(self._unwritten) >= HELD_LIMIT_LINES:
+                self.flush()
+        self._arm()
 
     def find(self, client_request_id: str) -> dict[str, Any] | None:
-        """The latest timeline with that X-Request-Id."""
-        for timeline, tally in reversed(self._kept):
-            if tally.client_request_id == client_request_id:
-                return as_record(timeline, tally, self._wall_offset)
+        """The latest timeline with that X-Request-Id, by what is known now."""
+        for entry in reversed(self._kept):
+            if entry.tally.client_request_id == client_request_id:
+                return self._record(entry)
         return None
 
     def latest(self, count: int) -> list[dict[str, Any]]:
         """The latest timelines, oldest first."""
-        return [as_record(*entry, self._wall_offset) for entry in list(self._kept)[-count:]]
+        return [self._record(entry) for entry in list(self._kept)[-count:]]
+
+    def record(self, timeline: Timeline, tally: Tally, account: Account) -> dict[str, Any]:
+        """A request that has ended, as its line shows it."""
+        return as_record(timeline, tally, self._wall_offset, account)
 
     def flush(self) -> None:
         """Everything added so far is written."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        if self._unwritten and self._stream is not None:
-            entries, self._unwritten = self._unwritten, []
-            records = (as_record(*entry, self._wall_offset) for entry in entries)
-            lines = b"".join(
-                orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records
-            )
-            try:
-                self._stream.write(lines)
-                self._stream.flush()
-            except OSError as error:
-                if not self._lost_lines:
-                    _log.error("the request log cannot be written: %s", error)
-                self._lost_lines += len(entries)
+        entries, self._unwritten = self._unwritten, []
+        if entries:
+            self._write((entry, entry.account()) for entry in entries)
+
+    def _arm(self) -> None:
+        if self._unwritten and self._flush_timer is None:
+            loop = asyncio.get_running_loop()
+            self._flush_timer = loop.call_later(FLUSH_INTERVAL_S, self._time_passed)
+
+    def _time_passed(self) -> None:
+        self._flush_timer = None
+        self._write_due()
+        self._arm()
+
+    def _write_due(self) -> None:
+        """Those that wait for nothing any more."""
+        now = time.monotonic()
+        due: list[tuple[Entry, Account]] = []
+        waiting: list[Entry] = []
+        for entry in self._unwritten:
+            is_early = entry.waits_until > now
+            if is_early and entry.facts is not None and not entry.facts.may_be_complete:
+                waiting.append(entry)
+                continue
+            account = entry.account()
+            if account.transfer.is_complete or not is_early:
+                due.append((entry, account))
             else:
-                if self._lost_lines:
-                    _log.error("%d lines of the request log were lost", self._lost_lines)
-                self._lost_lines = 0
+                waiting.append(entry)
+        self._unwritten = waiting
+        if due:
+            self._write(due)
+
+    def _write(self, entries: Iterable[tuple[Entry, Account]]) -> None:
+        lines: list[bytes] = []
+        traced: list[bytes] = []
+        for entry, account in entries:
+            for tell in self.on_final:
+                tell(entry.timeline, entry.tally, account)
+            is_traced = self._spans is not None and entry.tally.is_traced
+            if self._stream is None and not is_traced:
+                continue
+            record = self.record(entry.timeline, entry.tally, account)
+            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            lines.append(line)
+            if is_traced:
+                traced.append(line)
+        if traced and self._spans is not None:
+            self._spans.send(traced)
+        if lines and self._stream is not None:
+            self._write_lines(self._stream, lines)
+
+    def _write_lines(self, stream: IO[bytes], lines: list[bytes]) -> None:
+        try:
+            stream.write(b"".join(lines))
+            stream.flush()
+        except OSError as error:
+            if not self._lost_lines:
+                _log.error("the request log cannot be written: %s", error)
+            self._lost_lines += len(lines)
+        else:
+            if self._lost_lines:
+                _log.error("%d lines of the request log were lost", self._lost_lines)
+            self._lost_lines = 0
+
+    def _record(self, entry: Entry) -> dict[str, Any]:
+        return self.record(entry.timeline, entry.tally, entry.account())
 
 
-def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str, Any]:
-    """A timeline as the log shows it: the wall time of arrival, everything else in milliseconds
-    after it.
+def account_of(timeline: Timeline, transfer: Transfer, now: float | None = None) -> Account:
+    """Where the time went of a request that has ended; of one that has not, up to ``now``."""
+    ended = timeline.last_data if now is None else now
+    landed = transfer.landed
+    if landed is not None and not is_in_time(landed, timeline.first_data):
+        landed = None  # Another one brought the first data, or none.
+    moments = Moments(
+        timeline.received,
+        timeline.received if ended is None else ended,
+        timeline.streaming,
+        timeline.first_dispatched,
+        timeline.redispatched,
+        transfer.prefill_started,
+        transfer.prefill_ended,
+        landed,
+        timeline.first_data,
+    )
+    if transfer is NO_TRANSFER:
+        return Account(parts_of(moments), transfer, None, None)
+    overlap = overlap_of(transfer.first_write, transfer.prefill_ended, transfer.landed)
+    return Account(parts_of(moments), transfer, *overlap)
+
+
+def server_timing(timeline: Timeline, facts: RequestFacts | None, now: float) -> bytes:
+    """The header of that name (W3C) for an answer that begins now: the parts before the first data,
+    by what is known, and their sum.
     """
-    received = timeline.received
+    transfer = NO_TRANSFER if facts is None else facts.transfer(timeline.first_data)
+    until = now if timeline.first_data is None else timeline.first_data
+    parts = account_of(timeline, transfer, until).parts
+    if timeline.streaming:
+        parts.pop("decode", None)
+    total = "ttft" if timeline.streaming else "total"
+    parts[total] = round((until - timeline.received) * 1000, 3)
+    return ", ".join(f"{name};dur={ms}" for name, ms in parts.items()).encode()
+
+
+def as_record(
+    timeline: Timeline, tally: Tally, wall_offset: float, account: Account
+) -> dict[str, Any]:
+    """A timeline as the log shows it: the wall time of arrival, everything else in milliseconds
+    after it. What did not happen, or is not known, is null.
+    """
+    received, transfer = timeline.received, account.transfer
 
     def after(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - received) * 1000, 3)
+        return None if moment is None else round((moment - received) * 1e6) / 1000
 
+    trace = tally.trace
     return {
         "event": "request",
         "request_id": tally.client_request_id,
         "id": timeline.request_id,
-        "received_unix_s": round(received + wall_offset, 3),
+        "received_unix_s": round(received + wall_offset, 6),
         "endpoint": timeline.endpoint,
         "tenant": timeline.tenant,
         "streaming": timeline.streaming,
@@ -109,12 +250,36 @@ def as_record(timeline: Timeline, tally: Tally, wall_offset: float) -> dict[str,
         "expected_cached_tokens": timeline.expected_cached_tokens,
         "attempts": timeline.attempts,
         "continuations": timeline.continuations,
-        "dispatched_ms": after(timeline.dispatched),
+        "queued_ms": after(timeline.queued),
+        "dispatched_ms": after(timeline.first_dispatched),
+        "redispatched_ms": after(timeline.redispatched),
+        "reserved_ms": after(transfer.reserved),
+        "granted_ms": after(transfer.granted),
+        "prefill_started_ms": after(transfer.prefill_started),
+        "prefill_ended_ms": after(transfer.prefill_ended),
+        "delivered_ms": after(transfer.delivered),
+        "landed_ms": after(transfer.landed),
         "prefill_answered_ms": after(timeline.prefill_answered),
         "prefill_status": timeline.prefill_status,
         "first_data_ms": after(timeline.first_data),
         "last_data_ms": after(timeline.last_data),
+        "layer_writes": [
+            {
+                "layers": (write.first_layer, write.last_layer),
+                "ms": after(write.at),
+                "pages": write.pages,
+                "bytes": write.bytes,
+            }
+            for write in transfer.writes
+        ],
+        "transfer_pages": transfer.pages,
+        "transfer_bytes": transfer.bytes,
+        "transfer_hidden_ms": account.hidden_ms,
+        "transfer_exposed_ms": account.exposed_ms,
+        "parts": account.parts,
         "status": timeline.status,
         "outcome": timeline.outcome,
         "reason": timeline.reason,
+        "traceparent": None if trace is None else trace.traceparent(SERVER).decode(),
+        "parent_span_id": None if trace is None or not trace.parent else trace.parent.decode(),
     }

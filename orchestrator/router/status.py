@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.agents import AgentHub
+    from splitserve.orchestrator.router.autotune import Autotune
+    from splitserve.orchestrator.router.cache_glance import CacheGlance
+
+
+def snapshot_of(
+    core: RouterCore, agents: AgentHub, autotune: Autotune | None, cache: CacheGlance | None
+) -> dict[str, Any]:
+    """Everything that is so at the moment."""
+    status = status_of(core, agents)
+    if autotune is not None:
+        status["autotune"] = autotune.status()
+    if cache is not None:
+        status["cache"] = cache.look()
+    return status
 
 
 def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
@@ -60,7 +74,11 @@ def models_of(core: RouterCore, served_name: str, started_unix_s: int) -> dict[s
         "max_model_len": min(lengths, default=None),
         "permission": [],
     }
-    return {"object": "list", "data": [model]}
+    adapters = [
+        model | {"id": name, "root": adapter.path, "parent": served_name, "max_model_len": None}
+        for name, adapter in sorted(core.membership.adapters.items())
+    ]
+    return {"object": "list", "data": [model, *adapters]}
 
 
 def _node(node: Node, core: RouterCore) -> dict[str, Any]:
@@ -116,6 +134,7 @@ def _engine(description: NodeDescription) -> dict[str, Any]:
         "kv_bytes_per_token": description.kv_bytes_per_token,
         "vocabulary_tokens": description.vocabulary_tokens,
         "reports_prefixes": description.reports_prefixes,
+        "adapters": sorted(description.adapters),
     }
 
 

@@ -8,10 +8,15 @@ token, as a rule.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.observe.trace_context import TraceContext
 
 _PROMPT = b'"prompt_tokens":'
 _ANSWER = b'"completion_tokens":'
+_INPUT = b'"input_tokens":'
+_OUTPUT = b'"output_tokens":'
 _EVENT_END = b"\n\n"
 _DIGITS = b"0123456789"
 
@@ -36,6 +41,13 @@ class Tally(NamedTuple):
     """Of the answer that the client was sent; None without an answer."""
     output_limit_tokens: int | None = None
     """What the client allowed."""
+    trace: TraceContext | None = None
+    """Its place in a trace, where traces are made."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether spans are made of it."""
+        return self.trace is not None and self.trace.is_sampled
 
 
 class AnswerCounter:
@@ -70,7 +82,10 @@ def usage_in(answer: bytes) -> TokenCounts:
     """The last figures in an engine's answer. In JSON they cannot be part of a text, whose quotes
     are escaped.
     """
-    return TokenCounts(_figure(answer, _PROMPT), _figure(answer, _ANSWER))
+    counts = TokenCounts(_figure(answer, _PROMPT), _figure(answer, _ANSWER))
+    if counts.answer is None:
+        return TokenCounts(_figure(answer, _INPUT), _figure(answer, _OUTPUT))
+    return counts
 
 
 def _figure(answer: bytes, name: bytes) -> int | None:

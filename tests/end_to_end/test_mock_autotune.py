@@ -55,7 +55,8 @@ LIMIT_S = 30.0
 async def tuned_cluster(folder: Path, mode: str) -> AsyncIterator[Cluster]:
     """One prefill node, which takes a quarter of a second for a prompt, and two decode nodes."""
     profile = folder / "profile.json"
-    limits = msgspec.structs.replace(FAST.limits, max_model_len=1024)
+    blocks = (4 << 20) // (FAST.kv_bytes_per_token * FAST.limits.block_tokens)
+    limits = msgspec.structs.replace(FAST.limits, max_model_len=1024, total_blocks=blocks)
     slow = PrefillTime(exactly(0.005), exactly(0.001), exactly(0))
     profile.write_bytes(write_profile(msgspec.structs.replace(FAST, limits=limits, prefill=slow)))
     text = CLUSTER.format(mode=mode, profile=profile)

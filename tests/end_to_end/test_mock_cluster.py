@@ -13,6 +13,9 @@ import pytest
 import pytest_asyncio
 from support.mock_cluster import TOKENS, Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import DEADLINE_S, POLL_S
+from support.timelines import assert_whole_timeline, complete_record
+
+from splitserve.orchestrator.engines.mock.model import KvShape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -72,6 +75,32 @@ async def test_answers_are_those_of_one_engine(cluster: Cluster) -> None:
     after = (await engine.until_idle()).counters
     assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] <= 6 + 5
     assert after["received_transfers"] - before.get("received_transfers", 0) >= 5
+
+
+async def test_a_timeline_has_every_part(cluster: Cluster) -> None:
+    """A streamed split request: its moments in order, parts that add up to the time to the first
+    data, writes of every layer and page; and in the log as one line.
+    """
+    await cluster.engine("prefill-0")
+    name, prompt = "all-of-it", prompt_of(200, start=700)
+    stream = await cluster.client.completions.create(
+        model="mock",
+        prompt=prompt,
+        max_tokens=TOKENS,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"X-Request-Id": name, "X-Splitserve-Timing": "1"},
+    )
+    assert "ttft;dur=" in stream.response.headers["server-timing"]
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == alone(prompt)
+    record = await complete_record(cluster.url, name)
+    shape = KvShape()
+    assert_whole_timeline(
+        record,
+        layers=shape.layers,
+        pages=shape.layers * -(-200 // 32),
+        page_bytes=shape.page_bytes(shape.heads),
+    )
 
 
 async def test_many_clients(cluster: Cluster) -> None:

@@ -43,7 +43,9 @@ def test_quickstart_answers_and_stops(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "first text after" in result.stdout
     assert "where the time went (split)" in result.stdout
-    assert "prefill-0 had computed the prompt" in result.stdout
+    assert "until prefill-0 began; decode-0 reserved pages meanwhile" in result.stdout
+    assert "= time to the first token" in result.stdout
+    assert "MB of KV travelled" in result.stdout
     assert "everything has been stopped" in result.stdout
     assert splitserve(tmp_path, "status", limit_s=20).returncode == 3
 

@@ -122,6 +122,8 @@ async def stub_cluster(
     keys: dict[str, str] | None = None,
     policy: dict[str, Any] | None = None,
     cache: dict[str, Any] | None = None,
+    tracing: dict[str, Any] | None = None,
+    decode_args: dict[str, Any] | None = None,
     **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
     """A running cluster; everything is stopped afterwards."""
@@ -134,6 +136,8 @@ async def stub_cluster(
             "router": router_settings,
             "policy": policy or {},
             "cache": cache,
+            "observability": {"tracing": tracing},
+            "decode": {"engine_args": decode_args or {}},
         }
     )
     log = io.BytesIO()

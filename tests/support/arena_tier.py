@@ -165,6 +165,9 @@ class ArenaTier:
         with self._lock:
             return self.arena.free_slots * self.arena.slot_bytes
 
+    def clock_unix_s(self) -> None:
+        """This host's."""
+
     def close(self) -> None:
         """Nobody holds a slot, all are free or hold a chunk."""
         if self._is_closed:

@@ -74,5 +74,8 @@ class MemoryTier:
     def free_bytes(self) -> int:
         return self._room_bytes - sum(map(len, self.chunks.values()))
 
+    def clock_unix_s(self) -> None:
+        """This host's."""
+
     def close(self) -> None:
         """There is nothing to give back."""

@@ -140,6 +140,11 @@ class Tier(Protocol):
     def free_bytes(self) -> int | None:
         """Room in the store for any user of it; None when it does not say."""
 
+    def clock_unix_s(self) -> float | None:
+        """The time by the store's own clock, to the second at worst; None when it does not say, or
+        has none but this host's.
+        """
+
     def close(self) -> None:
         """Give everything back. No call is in progress or follows; may be repeated."""
 

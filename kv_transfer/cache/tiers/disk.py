@@ -203,6 +203,9 @@ class DiskTier:
             raise self._unavailable("look at", error) from error
         return status.f_bavail * status.f_frsize
 
+    def clock_unix_s(self) -> None:
+        """This host's."""
+
     def close(self) -> None:
         """The folder may have another owner; a lock ends with its descriptor."""
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -200,6 +200,19 @@ class RedisTier:
         memory = self._memory()
         return max(0, memory[0] - memory[1]) if memory and memory[0] else None
 
+    def clock_unix_s(self) -> float | None:
+        """By ``TIME``; None for a user that may not ask."""
+        try:
+            with self._connection() as connection:
+                deadline = self._deadline()
+                connection.send([command(b"TIME")], deadline)
+                seconds, microseconds = connection.words(deadline, 2)
+        except TierError as error:
+            if isinstance(error.__cause__, RespError):
+                return None
+            raise
+        return int(seconds) + int(microseconds) / 1e6
+
     def close(self) -> None:
         """Every connection is closed."""
         while self._idle:
@@ -369,7 +382,10 @@ class RedisTier:
                     f"{place} refuses the credentials: {error}; correct username and password"
                 )
             if error.code in _MISCONFIGURED or "DB index" in str(error):
-                return TierConfigError(f"{place} cannot hold the cache: {error}")
+                return TierConfigError(
+                    f"{place} cannot hold the cache: {error}; change the server's settings, or "
+                    "name another one in the url"
+                )
             return TierUnavailableError(f"{place} answers with an error: {error}")
         if isinstance(error, ssl.SSLCertVerificationError):
             return TierConfigError(
@@ -378,7 +394,9 @@ class RedisTier:
             )
         if isinstance(error, ProtocolError):
             return TierConfigError(f"{place} is no Redis: it sends {error}; correct the url")
-        return TierUnavailableError(f"{place} cannot be reached: {error}; is it running?")
+        return TierUnavailableError(
+            f"{place} cannot be reached: {error}; is it running? Start it, or correct the url"
+        )
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()

@@ -124,6 +124,16 @@ class Connection:
             raise ProtocolError(f"a cursor {cursor!r}")
         return cursor, [name for name in names if isinstance(name, bytes)]
 
+    def words(self, deadline: float, count: int) -> list[bytes]:
+        """The next answer, a list of so many short values. Raises as ``answer``."""
+        if self._count(deadline, count) != count:
+            raise ProtocolError(f"another list than one of {count} values")
+        found = [self.answer(deadline) for _ in range(count)]
+        words = [word for word in found if isinstance(word, bytes)]
+        if len(words) != count:
+            raise ProtocolError("a list that does not hold values only")
+        return words
+
     @property
     def is_idle(self) -> bool:
         """Open, and nothing has come that nobody asked for."""

@@ -16,7 +16,10 @@ import re
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -65,6 +68,8 @@ _STORE_OPTIONS = {
     "session_token": "session_token",
 }
 """Option to the name that the library has for it."""
+_ENDPOINTS = {"s3": "https://s3.amazonaws.com", "gs": "https://storage.googleapis.com"}
+"""Where a store answers when no endpoint is named."""
 KEYS_PER_REQUEST = 1000
 _NAME = re.compile(r"[0-9a-f]{64}")
 _ROLE_QUESTIONS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")
@@ -102,6 +107,7 @@ class ObjectTier:
         url = split_url(settings, ("s3", "gs", "az"))
         if not url.netloc:
             raise TierConfigError(f"the s3 tier needs a url {url.scheme}://bucket/folder")
+        self._scheme = url.scheme
         self._shown = without_userinfo(settings.url)
         self._only_reads = settings.admission == "never"
         self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
@@ -173,6 +179,22 @@ class ObjectTier:
 
     def free_bytes(self) -> None:
         """Stores do not end."""
+
+    def clock_unix_s(self) -> float | None:
+        """By the date of an answer, which every HTTP server gives, also when it refuses."""
+        url = urlsplit(self._options.endpoint or _ENDPOINTS.get(self._scheme, ""))
+        if not url.hostname:
+            return None
+        kind = HTTPConnection if url.scheme == "http" else HTTPSConnection
+        connection = kind(url.hostname, url.port, timeout=self._options.timeout_s)
+        try:
+            connection.request("HEAD", "/")
+            date = connection.getresponse().getheader("Date")
+            return parsedate_to_datetime(date).timestamp() if date else None
+        except (OSError, HTTPException, ValueError):
+            return None
+        finally:
+            connection.close()
 
     def close(self) -> None:
         """Every thread has ended."""

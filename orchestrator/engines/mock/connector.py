@@ -135,6 +135,7 @@ class Connector:
                 tensor_parallel=len(memories),
                 transport=config.transport,
                 reports_prefixes=prefix_caching,
+                reports_transfers=True,
                 uses_cache=config.cache is not None,
                 step_limit_tokens=step_limit_tokens,
                 running_limit_requests=running_limit_requests,
@@ -202,6 +203,9 @@ class Connector:
         untold = self._legs.settled(results.finished_sending, results.finished_receiving)
         self._legs.cache_reported(self._cache_news)
         self._cache_news = []
+        for thread in self._threads:
+            if ended := thread.take_ended():
+                self._legs.transfers_ended(ended)
         return structs.replace(results, finished_sending=results.finished_sending - untold)
 
     # -- the forward pass ----------------------------------------------------------------------

@@ -17,7 +17,20 @@ from splitserve.orchestrator.engines.command import (
 )
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig, PoolConfig
+
+FINGERPRINT_FLAGS = ("num_layers", "num_kv_heads", "kv_head_bytes", "seed")
+
+
+def expected_fingerprint(settings: PoolConfig) -> dict[str, str]:
+    """What decides the content and the form of the pool's pages, by key below the pool."""
+    args = settings.engine_args
+    flags = {name.replace("-", "_"): value for name, value in args.passed_on.items()}
+    expected = {"engine_args.block_size": str(args.block_size)}
+    for name in FINGERPRINT_FLAGS:
+        if flags.get(name) is not None:
+            expected[f"engine_args.{name}"] = str(flags[name])
+    return expected
 
 
 def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: str) -> EngineCommand:

@@ -12,7 +12,8 @@ from splitserve.kv_transfer.cache.engine_cache import EngineCache, PromptIdentit
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.keys import Media, model_digest
 from splitserve.kv_transfer.cache.lookup_client import LookupClient
-from splitserve.orchestrator.engines.vllm.fingerprint import cpu_attention_isa, weights_identity
+from splitserve.orchestrator.engines.vllm.fingerprint import cpu_attention_isa
+from splitserve.orchestrator.models.identity import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.cache.orders import CacheNews, CacheOrders
     from splitserve.kv_transfer.orders import StepOrders
+    from splitserve.kv_transfer.transfer_facts import TransferFacts
     from splitserve.orchestrator.engines.vllm.scheduler_half import SchedulerHalf
     from splitserve.orchestrator.engines.vllm.worker_half import RankReport, WorkerHalf
 
@@ -57,12 +58,15 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
     by_rank: dict[int, RankReport] = field(default_factory=dict)
     cache_news: dict[int, CacheNews] = field(default_factory=dict)
+    ended: dict[int, tuple[TransferFacts, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """The reports of both."""
         assert isinstance(other, WorkerReports)
         return WorkerReports(
-            {**self.by_rank, **other.by_rank}, {**self.cache_news, **other.cache_news}
+            {**self.by_rank, **other.by_rank},
+            {**self.cache_news, **other.cache_news},
+            {**self.ended, **other.ended},
         )
 
 
@@ -214,10 +218,13 @@ class SplitserveConnector(KVConnectorBase_V1, SupportsHMA):
         """What this rank counts and holds, when that changed, and what has ended."""
         rank = self._worker_half.rank
         changed, news = self._worker_half.changed_report(), self._worker_half.take_cache_news()
-        if changed is None and news.is_empty:
+        ended = self._worker_half.take_ended()
+        if changed is None and news.is_empty and not ended:
             return None
         return WorkerReports(
-            {} if changed is None else {rank: changed}, {} if news.is_empty else {rank: news}
+            {} if changed is None else {rank: changed},
+            {} if news.is_empty else {rank: news},
+            {rank: ended} if ended else {},
         )
 
     def shutdown(self) -> None:

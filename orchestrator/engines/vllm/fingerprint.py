@@ -7,12 +7,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.models.identity import weights_identity
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-SAMPLE_BYTES = 1 << 20
-CONFIG_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -55,23 +55,6 @@ def _weights(folder: Path, revision: str | None, load_format: object) -> str:
     if str(getattr(load_format, "value", load_format)) == "dummy":
         return f"dummy of {folder.name}"
     return weights_identity(folder, revision)
-
-
-def weights_identity(folder: Path, revision: str | None) -> str:
-    """As ``_weights``, for a folder that is read."""
-    files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".bin", ".pt"))
-    if not files:
-        return f"{folder}@{revision}"
-    digest = blake2b(digest_size=16)
-    configs = [path for name in CONFIG_FILES if (path := folder / name).is_file()]
-    for path in [*files, *configs]:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            for offset in range(0, size, max(SAMPLE_BYTES, size // 8)):
-                file.seek(offset)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _tokenizer(folder: Path, revision: str | None) -> str:

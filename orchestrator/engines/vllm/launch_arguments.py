@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from splitserve.orchestrator.config.tracing_schema import engine_tracing_environment
 from splitserve.orchestrator.engines.command import (
     EngineCommand,
     common_arguments,
@@ -18,10 +19,35 @@ from splitserve.orchestrator.engines.command import (
 from splitserve.orchestrator.engines.vllm.process_waits import SLEEPING_WAITS_ENV
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig, PoolConfig
 
 CONNECTOR = "SplitserveConnector"
 CONNECTOR_MODULE = "splitserve.orchestrator.engines.vllm.connector"
+
+FINGERPRINT_FLAGS = ("quantization", "revision", "hf_overrides", "rope_scaling", "model_impl")
+"""Flags passed on as they are that may change what a page holds; what they are set to may be what
+the engine would have chosen by itself.
+"""
+LAYOUT_ENV = "VLLM_KV_CACHE_LAYOUT"
+
+
+def expected_fingerprint(settings: PoolConfig) -> dict[str, str]:
+    """What decides the content and the form of the pool's pages, by key below the pool."""
+    args = settings.engine_args
+    flags = {name.replace("-", "_"): value for name, value in args.passed_on.items()}
+    expected = {
+        "engine_args.dtype": args.dtype,
+        "engine_args.kv_cache_dtype": args.kv_cache_dtype,
+        "engine_args.block_size": str(args.block_size),
+        "engine_args.load_format": "dummy" if flags.get("load_format") == "dummy" else "weights",
+        "gpus": "used" if settings.gpus is not None else "not used",
+    }
+    for name in FINGERPRINT_FLAGS:
+        if flags.get(name) is not None:
+            expected[f"engine_args.{name}"] = str(flags[name])
+    if LAYOUT_ENV in settings.env:
+        expected[f"env.{LAYOUT_ENV}"] = settings.env[LAYOUT_ENV]
+    return expected
 
 
 def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: str) -> EngineCommand:
@@ -33,8 +59,12 @@ def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: st
     argv += ["--enforce-eager"] if args.enforce_eager else []
     argv += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     argv += ["--kv-transfer-config", _kv_transfer_config(config, node, incarnation)]
+    environment = _environment(node, model)
+    if (tracing := config.observability.tracing) is not None:
+        argv += ["--otlp-traces-endpoint", tracing.traces_url]
+        environment |= engine_tracing_environment(tracing, node.name)
     argv += passed_on_arguments(node)
-    environment = _environment(node, model) | node.settings.env
+    environment |= node.settings.env
     return EngineCommand(tuple(argv), environment, _warm_up(config))
 
 

@@ -57,6 +57,7 @@ class SchedulerHalf:
             tensor_parallel=tensor_parallel,
             transport=config.transport,
             reports_prefixes=caches,
+            reports_transfers=True,
             uses_cache=config.cache is not None,
             step_limit_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             running_limit_requests=vllm_config.scheduler_config.max_num_seqs,
@@ -129,6 +130,8 @@ class SchedulerHalf:
         meta = output.kv_connector_worker_meta
         if meta is not None:
             self._report_by_rank = {**self._report_by_rank, **meta.by_rank}
+            for ended in meta.ended.values():
+                self._legs.transfers_ended(ended)
         self._legs.cache_reported(meta.cache_news.values() if meta is not None else ())
 
     def finished(self, request: Request, block_ids: list[int]) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.cache.orders import CacheOrders
     from splitserve.kv_transfer.orders import StepOrders, TransferResults
+    from splitserve.kv_transfer.transfer_facts import TransferFacts
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,10 @@ class WorkerHalf:
         """What ``take_results`` has heard of the cache since the last call."""
         news, self._cache_news = self._cache_news, CacheNews()
         return news
+
+    def take_ended(self) -> tuple[TransferFacts, ...]:
+        """The facts of the transfers that have ended since the last call."""
+        return self._transfers.take_ended()
 
     def changed_report(self) -> RankReport | None:
         """What the thread counts and holds, None when that is as at the last call."""

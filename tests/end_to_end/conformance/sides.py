@@ -41,7 +41,8 @@ router: {{port: 0}}
 prefill:
   cpus: [[0]]
   kv_cache_bytes: 100 MB
-  env: &env {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {folder}/transfers.jsonl}}
+  env: &env {{VLLM_SERVER_DEV_MODE: "1", VLLM_ENABLE_RESPONSES_API_STORE: "1",
+    SPLITSERVE_TRANSFER_LOG: {folder}/transfers.jsonl}}
   transfer: &transfer {{transport: local, lease_s: 15}}
   engine_args: &engine
     dtype: float32

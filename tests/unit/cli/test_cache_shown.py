@@ -104,5 +104,6 @@ def test_up_shows_the_cache(files: ClusterFiles) -> None:
         "router: starting",
         "cache: ready",
         "router  ready  http://r/v1  ",
+        "dashboard  ready  http://r/dashboard  ",
         f"cache  ready  {files.cache_socket_path}  cpu 1.0 GB, redis",
     ]

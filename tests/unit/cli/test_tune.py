@@ -37,8 +37,8 @@ def cluster(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "# Ours\nname: mine\nengine: mock\nmodel: {path: mock}\n"
-        "prefill: {engine_args: &args {block_size: 32}}\n"
-        "decode:\n  replicas: 2  # two\n  engine_args: *args\n"
+        "prefill: {kv_cache_bytes: 64 MB, engine_args: &args {block_size: 32}}\n"
+        "decode:\n  replicas: 2  # two\n  kv_cache_bytes: 64 MB\n  engine_args: *args\n"
     )
     return path
 
@@ -139,7 +139,7 @@ def test_the_recommendation_is_written(cluster: Path, profile: Path) -> None:
     assert result["prefill"] == 2
     config = load(cluster)
     assert (config.prefill.replicas, config.decode.replicas) == (2, 1)
-    expected = before.replace("{engine_args: &", "{replicas: 2, engine_args: &")
+    expected = before.replace("prefill: {", "prefill: {replicas: 2, ")
     assert cluster.read_text() == expected.replace("replicas: 2  # two", "replicas: 1  # two")
     assert found(*arguments)["gain_over_current"] is None
 
@@ -155,8 +155,10 @@ def test_not_to_disaggregate_is_not_written(cluster: Path, profile: Path) -> Non
     assert cluster.read_text() == before
 
 
-def test_a_built_in_cluster_is_not_written(profile: Path) -> None:
+def test_a_built_in_cluster_is_not_written(tmp_path: Path) -> None:
     """The message says how to get a file."""
+    limits = msgspec.structs.replace(FAST.limits, total_blocks=(16 << 20) // 32_000)
+    profile = profile_in(tmp_path, msgspec.structs.replace(FAST, limits=limits))
     arguments = ("mock-2p2d", "--profile", profile, "--isl", 3000, "--osl", 200, "--rate", 6)
     code, _, err = run(*arguments, "--itl-ms", 14, "--write")
     assert code == EXIT_REFUSED
@@ -206,6 +208,14 @@ def test_what_cannot_be_is_refused(
             {"limits": msgspec.structs.replace(FAST.limits, block_tokens=16)},
             "prefill.engine_args.block_size 16, and the cluster has 32",
         ),
+        (
+            {"fingerprint": {"dtype": "bfloat16"}},
+            "prefill.engine_args.dtype bfloat16, and the cluster has float32",
+        ),
+        (
+            {"limits": msgspec.structs.replace(FAST.limits, total_blocks=3000)},
+            "3000 blocks of KV per node, and prefill.kv_cache_bytes holds 2000",
+        ),
     ],
 )
 def test_the_profile_of_another_cluster_is_refused(
@@ -216,6 +226,40 @@ def test_the_profile_of_another_cluster_is_refused(
     code, _, err = run(cluster, "--profile", path, *MIX, *TARGETS)
     assert code == EXIT_REFUSED
     assert f"{path} is not a profile of mine: it was measured with {expected}" in err
+
+
+@pytest.mark.parametrize(
+    ("running", "code", "expected"),
+    [
+        ({}, 0, ""),
+        ({"weights": "b"}, EXIT_REFUSED, "measured with weights a, and decode-0 has b"),
+        ({"hardware": "a GPU"}, 0, "was measured on none, and nodes run on a GPU; measure again"),
+    ],
+)
+def test_running_nodes_are_compared_with_the_profile(
+    cluster: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    running: dict[str, str],
+    code: int,
+    expected: str,
+) -> None:
+    """Other weights are refused with both values; other hardware is said."""
+    node = {
+        "role": "prefill",
+        "hardware": running.get("hardware", "none"),
+        "fingerprint": {"weights": running.get("weights", "a")},
+    }
+    nodes = {"prefill-0": node, "decode-0": {**node, "role": "decode"}}
+    monkeypatch.setattr("splitserve.orchestrator.cli.tune.running_nodes", lambda config: nodes)
+    measured = msgspec.structs.replace(
+        FAST, fingerprint={"weights": "a"}, hardware="1 prefill and 1 decode on none"
+    )
+    path = profile_in(tmp_path, measured)
+    found, _, err = run(cluster, "--profile", path, *MIX, *TARGETS)
+    assert found == code, err
+    assert expected in err
+    assert bool(err) == bool(expected)
 
 
 def test_bad_files_are_told(cluster: Path, profile: Path, tmp_path: Path) -> None:

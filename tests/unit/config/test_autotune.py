@@ -10,7 +10,8 @@ from support.tuner_profile import FAST
 
 from splitserve.orchestrator.config import ConfigError, load_resolved, parse
 from splitserve.orchestrator.config.loading import dump_resolved
-from splitserve.orchestrator.launch.autotune_preflight import autotune_finding
+from splitserve.orchestrator.launch.checks import autotune as subject
+from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.paths import with_profile_path
 from splitserve.orchestrator.tuner.profile import write_profile
@@ -22,7 +23,8 @@ CLUSTER = """
 name: tuned
 engine: mock
 model: {path: mock}
-prefill: &pool {replicas: 2, engine_args: {block_size: 32, max_model_len: 4096}}
+prefill: &pool
+  {replicas: 2, kv_cache_bytes: 64 MB, engine_args: {block_size: 32, max_model_len: 4096}}
 decode: *pool
 """
 
@@ -52,16 +54,16 @@ def test_modes_are_words(mode: str, tmp_path: Path) -> None:
 def test_it_is_off_by_default() -> None:
     """And then nothing of it is checked."""
     assert parse(CLUSTER).policy.autotune.mode == "off"
-    assert autotune_finding(parse(CLUSTER)).detail == "off"
+    assert subject.autotune(Subject(parse(CLUSTER), {})).detail == "off"
     assert parse(text_with("window_s: 900.0")).policy.autotune.mode == "off"
 
 
 @pytest.mark.parametrize(
     ("autotune", "words"),
     [
-        ("mode: sometimes", "policy.autotune.mode (line 7): input should be 'off', 'advise' or"),
+        ("mode: sometimes", "policy.autotune.mode (line 8): input should be 'off', 'advise' or"),
         ("mode: on", "policy.autotune: give ttft_ms, itl_ms or both"),
-        ("mode: on, ttft_ms: 0.0", "policy.autotune.ttft_ms (line 7): input should be greater"),
+        ("mode: on, ttft_ms: 0.0", "policy.autotune.ttft_ms (line 8): input should be greater"),
         (
             "mode: advise, ttft_ms: 500.0, missed_interval_s: 400.0",
             "missed_interval_s is 400, longer than change_interval_s 300",
@@ -70,7 +72,7 @@ def test_it_is_off_by_default() -> None:
             "mode: advise, ttft_ms: 500.0, window_s: 400.0",
             "window_s is 400, longer than change_interval_s 300",
         ),
-        ("mod: on", "policy.autotune.mod (line 7): unknown key; did you mean 'mode'?"),
+        ("mod: on", "policy.autotune.mod (line 8): unknown key; did you mean 'mode'?"),
     ],
 )
 def test_what_is_refused(autotune: str, words: str) -> None:
@@ -90,7 +92,7 @@ def test_on_needs_nodes_that_may_change_roles() -> None:
     """The obstacle is named; advice may be had all the same."""
     unlike = CLUSTER.replace("decode: *pool", "decode: {<<: *pool, kv_cache_bytes: 1 MiB}")
     said = refusal(text_with("mode: on, itl_ms: 50.0", unlike))
-    assert "policy.autotune.mode is on, but prefill.kv_cache_bytes is 1000000000" in said
+    assert "policy.autotune.mode is on, but prefill.kv_cache_bytes is 64000000" in said
     assert "use `advise`" in said
     parse(text_with("mode: advise, itl_ms: 50.0", unlike))
 
@@ -99,7 +101,7 @@ def finding(profile: str = "") -> list[str]:
     """The problems that ``up`` and ``doctor`` tell."""
     more = f", profile: '{profile}'" if profile else ""
     config = with_profile_path(parse(text_with(f"mode: advise, ttft_ms: 500.0{more}")))
-    return list(autotune_finding(config).problems)
+    return subject.autotune(Subject(config, {})).failures
 
 
 def test_the_profile_is_looked_at(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
+from router_stubs.cluster import until
 
 from splitserve.kv_transfer import engine_endpoint
 from splitserve.kv_transfer.channel import dial, tcp_address
 from splitserve.kv_transfer.engine_endpoint import (
+    REPORT_LIMIT_TRANSFERS,
     EngineDescription,
     EngineEndpoint,
     EngineEndpointClient,
@@ -17,6 +20,7 @@ from splitserve.kv_transfer.engine_endpoint import (
 )
 from splitserve.kv_transfer.held_prefixes import NOTHING_HELD, PrefixReport
 from splitserve.kv_transfer.orders import Retarget
+from splitserve.kv_transfer.transfer_facts import UNTAKEN_LIMIT_TRANSFERS, ReceiveFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,7 +125,7 @@ async def test_nobody_there_is_a_timeout(address: str, monkeypatch: pytest.Monke
     client = EngineEndpointClient(address, SECRET)
     with pytest.raises(TimeoutError):
         await client.status()
-    async with client._lock:
+    async with client._line._lock:
         with pytest.raises(TimeoutError):
             await client.status()
     client.close()
@@ -162,3 +166,49 @@ def test_an_address_in_use_raises(endpoint: EngineEndpoint, address: str) -> Non
     with pytest.raises(OSError, match="cannot listen"):
         second.start()
     second.stop()
+
+
+def ended(transfer_id: str) -> ReceiveFacts:
+    """The facts of one transfer."""
+    return ReceiveFacts(
+        transfer_id=transfer_id, attempt=1, rank=0, ranks=1, outcome="landed", ended=5.0
+    )
+
+
+async def test_ended_transfers_are_told_at_once(endpoint: EngineEndpoint, address: str) -> None:
+    """The question is held while there are none, and other questions are answered meanwhile."""
+    client = EngineEndpointClient(address, SECRET)
+    asking = asyncio.create_task(client.ended_transfers())
+    await until(lambda: endpoint._held is not None)
+    assert (await client.status()).running == 3
+    assert not asking.done()
+    endpoint.transfers_ended([ended("t"), ended("u")])
+    assert await asking == (ended("t"), ended("u"))
+    endpoint.transfers_ended(ended(f"t{n}") for n in range(REPORT_LIMIT_TRANSFERS + 1))
+    assert len(await client.ended_transfers()) == REPORT_LIMIT_TRANSFERS
+    assert await client.ended_transfers() == (ended(f"t{REPORT_LIMIT_TRANSFERS}"),)
+    client.close()
+
+
+async def test_the_latest_question_for_transfers_is_held(
+    endpoint: EngineEndpoint, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that has come anew gets what ends; without news the answer is empty in the end."""
+    clients = [EngineEndpointClient(address, SECRET) for _ in range(2)]
+    first = asyncio.create_task(clients[0].ended_transfers())
+    await until(lambda: endpoint._held is not None)
+    second = asyncio.create_task(clients[1].ended_transfers())
+    assert await first == ()
+    endpoint.transfers_ended([ended("t")])
+    assert await second == (ended("t"),)
+    monkeypatch.setattr(engine_endpoint, "HELD_ANSWER_S", 0.0)
+    assert await clients[1].ended_transfers() == ()
+    for client in clients:
+        client.close()
+
+
+def test_untaken_transfers_are_bounded(endpoint: EngineEndpoint) -> None:
+    """Where nobody asks, the oldest are forgotten."""
+    endpoint.transfers_ended(ended(str(n)) for n in range(UNTAKEN_LIMIT_TRANSFERS + 5))
+    assert len(endpoint._ended) == UNTAKEN_LIMIT_TRANSFERS
+    assert endpoint._ended[0].transfer_id == "5"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.config import ClusterConfig, ConfigError, parse
-from splitserve.orchestrator.launch import preflight as subject
+from splitserve.orchestrator.launch.checks import memory
+from splitserve.orchestrator.launch.checks.cpu_lists import listed, parsed
+from splitserve.orchestrator.launch.checks.subject import Subject
+from splitserve.orchestrator.launch.checks.table import CHECKS
+from splitserve.orchestrator.launch.finding import Severity
 from splitserve.orchestrator.launch.preflight import findings, preflight
 
 if TYPE_CHECKING:
@@ -32,20 +38,10 @@ def problems_of(config: ClusterConfig) -> list[str]:
 
 
 def test_a_mock_cluster_passes() -> None:
-    """Every check is reported and none has a problem."""
-    found = list(findings(parse(MOCK), {}))
-    assert {finding.check for finding in found} == {
-        "cpus",
-        "gpus",
-        "memory",
-        "ports",
-        "model",
-        "software",
-        "copies between engines",
-        "autotune",
-        "cache",
-        "secrets",
-    }
+    """Every quick check is reported and none has a problem."""
+    found = [finding for finding, _ in findings(Subject(parse(MOCK), {}))]
+    assert [f.check for f in found] == [check.name for check in CHECKS if not check.measures]
+    assert [f for f in found if f.problems] == []
     preflight(parse(MOCK), {})
 
 
@@ -71,15 +67,15 @@ def test_more_memory_than_there_is() -> None:
     """Both keys and the sums are named."""
     (problem,) = problems_of(parse(MOCK.replace("1 MiB", "900 TB")))
     assert problem.startswith(
-        "prefill.kv_cache_bytes and decode.kv_cache_bytes: together 1800000.0 GB"
+        "prefill.kv_cache_bytes, decode.kv_cache_bytes: together 1800000.0 GB"
     )
 
 
 def test_memory_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit below the machine's memory is what is available."""
     values = {"memory.max": 5 * 10**6, "memory.current": 4 * 10**6}
-    monkeypatch.setattr(subject, "_number", lambda path: values[path.name])
-    assert subject.available_memory_bytes() == 10**6
+    monkeypatch.setattr(memory, "_number", lambda path: values[path.name])
+    assert memory.available_memory_bytes() == 10**6
 
 
 def test_a_port_in_use() -> None:
@@ -126,12 +122,13 @@ def test_a_missing_secret(tmp_path: Path) -> None:
 )
 def test_numbers_are_shown_as_ranges(numbers: list[int], expected: str) -> None:
     """As `taskset` and `lscpu` write them."""
-    assert subject._listed(numbers) == expected
+    assert listed(numbers) == expected
+    assert parsed(expected) == frozenset(numbers)
 
 
 def test_a_machine_that_forbids_copies_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """``local`` is refused with the cure."""
-    monkeypatch.setattr(subject.same_host, "obstacle", lambda: "no right to write")
+    monkeypatch.setattr(same_host, "obstacle", lambda: "no right to write")
     assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
         "prefill.transfer.transport, decode.transfer.transport: no right to write"
     ]
@@ -141,13 +138,15 @@ def test_nixl_without_copies_between_engines_is_slow_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It works over TCP, so ``up`` goes on and ``doctor`` tells."""
-    monkeypatch.setattr(subject.same_host, "obstacle", lambda: "no right to write")
-    found = {f.check: f for f in findings(parse(MOCK.replace("tcp", "nixl")), {})}
-    finding = found["copies between engines"]
-    assert not finding.problems
-    assert finding.detail == (
-        "refused, UCX will use TCP, which is many times slower: no right to write"
-    )
+    monkeypatch.setattr(same_host, "obstacle", lambda: "no right to write; give it")
+    subject = Subject(parse(MOCK.replace("tcp", "nixl")), {})
+    finding = {f.check: f for f, _ in findings(subject)}["rights"]
+    assert not finding.failures
+    (problem,) = finding.problems
+    assert problem.severity is Severity.WARN
+    assert problem.keys == ("prefill.transfer.transport", "decode.transfer.transport")
+    assert problem.what == "UCX will use TCP, which is many times slower: no right to write"
+    assert problem.fix == "give it"
 
 
 def test_a_trial_copy_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +155,17 @@ def test_a_trial_copy_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     def fails() -> str:
         raise OSError("no processes left")
 
-    monkeypatch.setattr(subject.same_host, "obstacle", fails)
+    monkeypatch.setattr(same_host, "obstacle", fails)
     assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
         "copies between engines: no processes left"
     ]
+
+
+def test_traces_need_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing and the command that installs it are named."""
+    text = MOCK + "observability: {tracing: {otlp_endpoint: 'http://127.0.0.1:4318'}}\n"
+    preflight(parse(text), {})
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    (problem,) = problems_of(parse(text))
+    assert problem.startswith("observability.tracing: opentelemetry.exporter.otlp.proto.http ")
+    assert "pip install 'splitserve[tracing]'" in problem

@@ -154,10 +154,21 @@ async def test_an_oversized_body_is_413(encoding: str) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("POST", "/v1/responses", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("POST", "/tokenize", 404),
         ("POST", "/inference/v1/generate", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/unload_lora_adapter", 404),
+        ("POST", "/reset_prefix_cache", 404),
+        ("POST", "/sleep", 404),
+        ("POST", "/collective_rpc", 404),
+        ("POST", "/v1/completions/render", 404),
+        ("GET", "/server_info", 404),
+        ("GET", "/v1/models/m", 404),
+        ("GET", "/v1/responses/", 404),
+        ("DELETE", "/v1/responses/resp_1", 405),
+        ("GET", "/v1/responses/resp_1/cancel", 405),
+        ("GET", "/v1/responses/resp_1/input_items", 404),
+        ("GET", "/tokenize", 405),
+        ("POST", "/version", 405),
         ("POST", "/v1/chat/completions/", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
@@ -169,6 +180,7 @@ async def test_everything_else_is_a_clear_error(method: str, path: str, status: 
     async with stub_cluster("p0", "d0") as cluster:
         response = await cluster.session.request(method, cluster.url + path)
         assert path in (await error_of(response, status))["message"] or "timeline" in path
+        assert ("allow" in response.headers) == (status == 405)
 
 
 async def test_overload_is_429_with_retry_after() -> None:

@@ -126,7 +126,7 @@ async def test_operators_see_the_status_where_keys_are_needed() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "p0/drain", 404), ("POST", "p0", 404), ("POST", "/drain", 404)],
+    [("GET", "p0/drain", 405), ("POST", "p0", 404), ("POST", "/drain", 404)],
 )
 async def test_other_paths_do_not_exist(method: str, path: str, status: int) -> None:
     """Below the path of nodes."""

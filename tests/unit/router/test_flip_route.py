@@ -94,12 +94,14 @@ async def test_only_operators_may(token: str | None) -> None:
         assert cluster.router.core.flips == 0
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "p0/flip"), ("POST", "/flip")])
-async def test_other_paths_do_not_exist(method: str, path: str) -> None:
-    """404, as for everything that is not there."""
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "p0/flip", 405), ("POST", "/flip", 404)]
+)
+async def test_other_paths_do_not_exist(method: str, path: str, status: int) -> None:
+    """404 or 405, as for everything that is not there."""
     async with stub_cluster("p0", "d0", "d1") as cluster:
         url = f"{cluster.url}/internal/nodes/{path}"
         answer = await cluster.session.request(
             method, url, json={"role": "decode"}, headers=OPERATOR
         )
-        assert answer.status == 404
+        assert answer.status == status

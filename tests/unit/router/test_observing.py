@@ -13,7 +13,7 @@ from router_stubs.cluster import SECRET, StubCluster, completion, stub_cluster
 
 from splitserve.orchestrator.agent.auth import agent_token
 from splitserve.orchestrator.core.effects import Timeline
-from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.request_log import Entry, RequestLog
 from splitserve.orchestrator.router.token_counts import Tally
 
 OPERATOR = {"Authorization": f"Bearer {agent_token(SECRET)}"}
@@ -138,12 +138,12 @@ def test_a_request_log_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         log = RequestLog(full, 10)  # type: ignore[arg-type]
         for _ in range(3):
-            log._unwritten.append((timeline, Tally("x")))
+            log._unwritten.append(Entry(timeline, Tally("x")))
             log.flush()
         assert caplog.text.count("the request log cannot be written") == 1
     kept = io.BytesIO()
     log._stream = kept
-    log._unwritten.append((timeline, Tally("x")))
+    log._unwritten.append(Entry(timeline, Tally("x")))
     log.flush()
     assert "3 lines of the request log were lost" in caplog.text
     assert kept.getvalue().count(b"\n") == 1

@@ -16,10 +16,10 @@ from splitserve.orchestrator.router.prompt_usage import (
     LINE_LIMIT_BYTES,
     Cached,
     WholeLines,
-    cached_in,
-    with_cached,
+    figures_of,
 )
 
+FIGURES = figures_of("completions")
 FIELD = '"prompt_tokens_details":{"cached_tokens":'
 IN_A_TEXT = json.dumps({"text": FIELD + "5}"}).encode()
 
@@ -37,22 +37,22 @@ def answer(cached: int | None, **more: int | None) -> bytes:
 
 def test_figures_are_found() -> None:
     """As the engine wrote them; null where there is none."""
-    assert cached_in(answer(256)) == (b"256", b"null")
-    assert cached_in(answer(256, created_cache_tokens=32, more=None)) == (b"256", b"32")
+    assert FIGURES.read(answer(256)) == (b"256", b"null")
+    assert FIGURES.read(answer(256, created_cache_tokens=32, more=None)) == (b"256", b"32")
     for text in (answer(None), b"", IN_A_TEXT):
-        assert cached_in(text) == (b"null", b"null")
+        assert FIGURES.read(text) == (b"null", b"null")
 
 
 def test_figures_are_replaced() -> None:
     """With what stands around them unchanged, and the last ones only; a text is no figure."""
     figures = Cached(b"7", b"64")
     more = json.dumps(usage(300, created=None), separators=(",", ":")).encode()
-    assert json.loads(with_cached(more, figures)) == usage(7, created=None)
+    assert json.loads(FIGURES.written(more, figures)) == usage(7, created=None)
     both = answer(300, created_cache_tokens=0, media=None)
-    assert with_cached(both, figures) == answer(7, created_cache_tokens=64, media=None)
-    assert with_cached(answer(300) + answer(1), figures) == answer(300) + answer(7)
+    assert FIGURES.written(both, figures) == answer(7, created_cache_tokens=64, media=None)
+    assert FIGURES.written(answer(300) + answer(1), figures) == answer(300) + answer(7)
     for text in (b"", IN_A_TEXT, answer(None)):
-        assert with_cached(text, figures) == text
+        assert FIGURES.written(text, figures) == text
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 1000])

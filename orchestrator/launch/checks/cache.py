@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from splitserve.kv_transfer.cache.settings import tier_names
 from splitserve.orchestrator.config import ConfigError, cache_secret
 from splitserve.orchestrator.launch.cache_settings import tier_settings
-from splitserve.orchestrator.launch.finding import Finding
+from splitserve.orchestrator.launch.finding import Finding, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig, TierConfig
+    from splitserve.orchestrator.launch.checks.subject import Subject
 
 _TIERS = "splitserve.kv_transfer.cache.tiers"
 _NO_SECRET = bytes(16)
@@ -37,19 +38,21 @@ def arena_bytes(cache: CacheConfig | None) -> int:
     return cache.staging_bytes
 
 
-def cache_finding(config: ClusterConfig) -> Finding:
-    """Whether every tier below ``cpu`` can be used; the configuration's paths are filled in."""
-    check = "cache"
-    if config.cache is None:
+def cache(subject: Subject) -> Finding:
+    """Every tier below ``cpu`` can be used."""
+    check, asked_for = "cache", subject.config.cache
+    if asked_for is None:
         return Finding(check, "not asked for")
-    problems = list(_room_problems(config.cache))
+    names = ", ".join(tier_names(tier.type for tier in asked_for.tiers))
+    if subject.running is not None:
+        return Finding(check, f"tiers: {names}; used by the running cluster")
+    problems = list(_room_problems(asked_for))
     full = {problem.split(".capacity_bytes")[0] for problem in problems}
-    for index, tier in enumerate(config.cache.tiers):
+    for index, tier in enumerate(asked_for.tiers):
         where = f"cache.tiers[{index}]"
         if tier.type != "cpu" and where not in full:
             problems += _store_problems(where, tier)
-    names = ", ".join(tier_names(tier.type for tier in config.cache.tiers))
-    return Finding(check, f"tiers: {names}", tuple(problems))
+    return Finding(check, f"tiers: {names}", told(problems))
 
 
 def cache_secret_problems(config: ClusterConfig) -> list[str]:
@@ -68,7 +71,7 @@ def _room_problems(cache: CacheConfig) -> Iterator[str]:
         if tier.type != "disk" or tier.capacity_bytes is None:
             continue
         assert tier.path is not None, "the configuration's paths are filled in by `up`"
-        folder = _existing(Path(tier.path))
+        folder = existing(Path(tier.path))
         device = folder.stat().st_dev
         promised[device] = promised.get(device, 0) + tier.capacity_bytes
         room = shutil.disk_usage(folder).free
@@ -81,7 +84,7 @@ def _room_problems(cache: CacheConfig) -> Iterator[str]:
             )
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that is there."""
     while not path.is_dir() and path != path.parent:
         path = path.parent

@@ -5,26 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.launch.finding import Finding
+from splitserve.orchestrator.launch.finding import Finding, told
 from splitserve.orchestrator.tuner.matching import mismatch
 from splitserve.orchestrator.tuner.profile import ProfileError, parse_profile
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.launch.checks.subject import Subject
 
 _KEY = "policy.autotune.profile"
 
 
-def autotune_finding(config: ClusterConfig) -> Finding:
-    """Whether the profile can be read and is of this cluster; the configuration's paths are filled
-    in.
-    """
-    check, autotune = "autotune", config.policy.autotune
-    if autotune.mode == "off":
+def autotune(subject: Subject) -> Finding:
+    """The profile can be read and is of this cluster."""
+    check, asked_for = "autotune", subject.config.policy.autotune
+    if asked_for.mode == "off":
         return Finding(check, "off")
-    detail = f"{autotune.mode}, by {autotune.profile}"
-    problem = _problem(config)
-    return Finding(check, detail, (problem,) if problem else ())
+    problem = _problem(subject.config)
+    detail = f"{asked_for.mode}, by {asked_for.profile}"
+    return Finding(check, detail, told([problem] if problem else []))
 
 
 def _problem(config: ClusterConfig) -> str:

