@@ -129,6 +129,8 @@ class RequestLog:
 
     def _time_passed(self) -> None:
         self._flush_timer = None
+        # The wall clock may have been set, or the machine have slept
+        self._wall_offset = time.time() - time.monotonic()
         self._write_due()
         self._arm()
 
