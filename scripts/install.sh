@@ -30,9 +30,11 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server chromium" install_system_packages "$engine"
+  once system-packages "$engine redis-server" install_system_packages "$engine"
+  begin_browser
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
+  end_browser
 }
 
 # --- what to install -------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ make_environment() {
 }
 
 install_system_packages() {
-  install_test_programs
+  install_test_servers
   [ "$1" != none ] || return 0
   local missing=()
   if [ "$1" = cpu ]; then has_library libnuma.so.1 || missing+=(libnuma1); fi  # vLLM's CPU build links to it
@@ -95,18 +97,31 @@ install_system_packages() {
 }
 
 # What only tests need is not worth an error where it cannot be installed.
-install_test_programs() {
-  local missing=()
-  command -v redis-server >/dev/null || missing+=(redis-server)
-  if ! command -v chromium >/dev/null; then
-    # Ubuntu's package of that name only points to a snap
-    if grep -qs '^ID=debian' /etc/os-release; then missing+=(chromium); else say "note: 'chromium' is missing; the tests of the dashboard need it"; fi
-  fi
-  if [ ${#missing[@]} = 0 ]; then return; fi
+install_test_servers() {
+  if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    debian_packages "${missing[*]}" "for the tests of the cache and of the dashboard"
+    debian_packages redis-server "for the tests of the cache"
   else
-    say "note: missing: ${missing[*]}; the tests of the cache's redis tier and of the dashboard need them"
+    say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
+  fi
+}
+
+# Beside the steps that follow, which mostly download. Ubuntu's package of that name only points to a snap.
+BROWSER_PID=
+begin_browser() {
+  if command -v chromium >/dev/null; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && grep -qs '^ID=debian' /etc/os-release; then
+    say "  Debian package chromium (for the tests of the dashboard, 113 MB), meanwhile ..."
+    install_debian_packages chromium >build/browser.log 2>&1 9>&- </dev/null &
+    BROWSER_PID=$!
+  else
+    say "note: 'chromium' is missing; the tests of the dashboard need it"
+  fi
+}
+
+end_browser() {
+  if [ -n "$BROWSER_PID" ] && ! wait "$BROWSER_PID"; then
+    say "note: 'chromium' could not be installed (see build/browser.log); the tests of the dashboard need it"
   fi
 }
 

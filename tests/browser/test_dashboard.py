@@ -273,7 +273,7 @@ async def test_the_token_is_asked_for(browser: Browser) -> None:
     token = operator_token(SECRET)
     async with stub_cluster("d0", keys={"k1": "team"}) as cluster:
         async with open_tab(browser, cluster.url + DASHBOARD_PATH) as tab:
-            for given, told in (("k1", "does not accept"), (token, "")):
+            for given, told in (("schlüssel", "letters"), ("k1", "not accept"), (token, "")):
                 await tab.sees("#token-form")
                 assert not await tab.page.locator("#main").is_visible()
                 await tab.page.fill("#token", given)
@@ -360,6 +360,35 @@ async def test_requests_can_be_held_and_chosen(browser: Browser) -> None:
         await tab.page.locator("#request-list .id", has_text="good").wait_for(state="hidden")
         await tab.sees("#request-list .took.is-bad", "error")
         assert_clean(tab, cluster.url)
+
+
+async def test_a_tab_at_which_nobody_looks(browser: Browser) -> None:
+    """After two minutes it lets go of its connection; it is live again when somebody looks."""
+    async with (
+        stub_cluster("d0") as cluster,
+        open_tab(browser, cluster.url + DASHBOARD_PATH) as tab,
+    ):
+        await tab.sees(LIVE)
+        await tab.page.clock.install()
+        await _look(tab, is_hidden=True)
+        await tab.page.clock.fast_forward(110_000)
+        assert cluster.router.events.are_on
+        await tab.page.clock.fast_forward(11_000)
+        await tab.sees("#live", "while nobody looks")
+        await until(lambda: not cluster.router.events.are_on)
+        await _look(tab, is_hidden=False)
+        await tab.sees(LIVE)
+        assert_clean(tab, cluster.url)
+
+
+async def _look(tab: Tab, *, is_hidden: bool) -> None:
+    await tab.page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        is_hidden,
+    )
 
 
 async def test_what_is_seldom(browser: Browser) -> None:
