@@ -203,9 +203,9 @@ debian_packages() {
 }
 
 install_debian_packages() {
-  apt-get update
+  apt-get -o DPkg::Lock::Timeout=300 update
   # shellcheck disable=SC2086  # several names in one string
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $1
+  DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends $1
 }
 
 main

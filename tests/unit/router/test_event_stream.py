@@ -168,7 +168,7 @@ async def test_a_client_that_reads_nothing() -> None:
             if not events.are_on:
                 break
         assert not events.are_on
-        writer.close()
+        transport.abort()
         assert (await (await cluster.post()).read()).endswith(b"[DONE]\n\n")
 
 
