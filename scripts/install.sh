@@ -30,8 +30,8 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server" install_system_packages "$engine"
-  begin_browser
+  once system-packages "$engine redis-server promtool" install_system_packages "$engine"
+  once browser chromium begin_browser
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
   end_browser
@@ -83,7 +83,7 @@ make_environment() {
 }
 
 install_system_packages() {
-  install_test_servers
+  install_test_programs
   [ "$1" != none ] || return 0
   local missing=()
   if [ "$1" = cpu ]; then has_library libnuma.so.1 || missing+=(libnuma1); fi  # vLLM's CPU build links to it
@@ -97,7 +97,8 @@ install_system_packages() {
 }
 
 # What only tests need is not worth an error where it cannot be installed.
-install_test_servers() {
+install_test_programs() {
+  install_promtool
   if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     debian_packages redis-server "for the tests of the cache"
@@ -121,8 +122,28 @@ begin_browser() {
 
 end_browser() {
   if [ -n "$BROWSER_PID" ] && ! wait "$BROWSER_PID"; then
+    rm -f "$VENV/.installed-browser"
     say "note: 'chromium' could not be installed (see build/browser.log); the tests of the dashboard need it"
   fi
+}
+
+# Prometheus's own judge of rules and expressions, out of Debian's package, which is not installed: it would start a server.
+install_promtool() {
+  if command -v promtool >/dev/null || [ -x "$VENV/bin/promtool" ]; then return; fi
+  if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then
+    step "promtool, for the tests of alerts and dashboard (19 MB)" fetch_promtool
+  else
+    say "note: 'promtool' is missing; the tests of alerts and dashboard need it"
+  fi
+}
+
+fetch_promtool() {
+  local folder
+  folder=$(mktemp -d)
+  (cd "$folder" && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; })
+  dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -x -C "$folder" ./usr/bin/promtool
+  mv "$folder/usr/bin/promtool" "$VENV/bin/promtool"
+  rm -rf "$folder"
 }
 
 install_engine_cpu() {
@@ -147,7 +168,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,tracing]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 

@@ -132,9 +132,11 @@ def picture(
     }
     return charts.svg(
         [
-            _shares(f"{title}: time to first token (TTFT)", firsts, targets.get("ttft")),
-            _shares("time per output token (TPOT)", tokens, targets.get("tpot")),
-            _shares("time between chunks (ITL)", gaps, None),
+            _shares(
+                f"{title}: time to first token (TTFT)", "requests", firsts, targets.get("ttft")
+            ),
+            _shares("time per output token (TPOT)", "requests", tokens, targets.get("tpot")),
+            _shares("time between chunks (ITL)", "chunks", gaps, None),
             _over_time("TTFT over the run", by_server, targets.get("ttft")),
         ],
         columns=2,
@@ -153,7 +155,7 @@ def _spread(results: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _shares(
-    title: str, values: Mapping[str, Sequence[float]], target: float | None
+    title: str, what: str, values: Mapping[str, Sequence[float]], target: float | None
 ) -> charts.Chart:
     """Which share of the values is at most how large."""
     curves = []
@@ -168,8 +170,8 @@ def _shares(
     marks = ((f"target {target:g} ms", target),) if target is not None else ()
     return charts.Chart(
         title,
-        charts.even_axis("ms", [*ends, target or 0.0], lambda ms: f"{ms:.3g}"),
-        charts.Axis("share", 0.0, 1.0, tuple((n / 4, f"{n * 25} %") for n in range(5))),
+        charts.even_axis("ms", [*ends, target or 0.0], "{:g}".format),
+        charts.Axis(what, 0.0, 1.0, tuple((n / 4, f"{n * 25} %") for n in range(5))),
         tuple(curves),
         marks,
     )
@@ -193,8 +195,8 @@ def _over_time(
     levels = ((f"target {target:g} ms", target),) if target is not None else ()
     return charts.Chart(
         title,
-        charts.even_axis("seconds after the run's begin", [at for at, _ in every], "{:.3g}".format),
-        charts.even_axis("TTFT, ms", [ms for _, ms in every] + [target or 0.0], "{:.3g}".format),
+        charts.even_axis("seconds after the run's begin", [at for at, _ in every], "{:g}".format),
+        charts.even_axis("TTFT, ms", [ms for _, ms in every] + [target or 0.0], "{:g}".format),
         tuple(curves),
         levels=levels,
     )
