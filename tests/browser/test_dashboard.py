@@ -297,7 +297,7 @@ async def test_what_clients_send_is_text(browser: Browser) -> None:
     """A request id that is markup is shown as it is, and does nothing."""
     name = "<svg/onload=window.hit=1><b>x</b>"
     async with (
-        stub_cluster("p0", "d0") as cluster,
+        stub_cluster("d0") as cluster,
         open_tab(browser, cluster.url + DASHBOARD_PATH) as tab,
     ):
         await tab.sees(LIVE)
@@ -318,7 +318,7 @@ async def test_it_comes_back_with_the_router(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    async with stub_cluster("p0", "d0", port=port) as cluster:
+    async with stub_cluster("d0", port=port) as cluster:
         await (await cluster.post(headers={"X-Request-Id": "of-the-first"})).read()
         tab_context = open_tab(browser, url + DASHBOARD_PATH)
         tab = await tab_context.__aenter__()
@@ -326,7 +326,7 @@ async def test_it_comes_back_with_the_router(
     try:
         await tab.sees("#live.is-bad", "not live")
         assert "(not live)" in await tab.page.title()
-        async with stub_cluster("p0", "d1", port=port) as cluster:
+        async with stub_cluster("d1", port=port) as cluster:
             await tab.sees(LIVE)
             await tab.sees("article[data-node=d1]")
             assert await tab.count("article[data-node=d0]") == 0
@@ -414,7 +414,11 @@ async def test_what_is_seldom(browser: Browser) -> None:
         assert await _part_names(tab, bars % "old") == {"queue", "prefill", "decode"}
         assert await _part_names(tab, bars % "strange") == {"queue", "other"}
         assert await _part_names(tab, bars % "refused") == set()
-        assert await tab.page.evaluate(CONTRASTS) == []
+        for scheme in ("light", "dark"):
+            await tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert await tab.page.evaluate(CONTRASTS) == []
+        await tab.page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+        assert await tab.page.evaluate(TOO_WIDE) == []
         assert_clean(tab, cluster.url)
 
 
