@@ -30,7 +30,7 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server chromium" install_system_packages "$engine"
+  once system-packages "$engine redis-server chromium promtool" install_system_packages "$engine"
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
 }
@@ -96,6 +96,7 @@ install_system_packages() {
 
 # What only tests need is not worth an error where it cannot be installed.
 install_test_programs() {
+  install_promtool
   local missing=()
   command -v redis-server >/dev/null || missing+=(redis-server)
   if ! command -v chromium >/dev/null; then
@@ -108,6 +109,25 @@ install_test_programs() {
   else
     say "note: missing: ${missing[*]}; the tests of the cache's redis tier and of the dashboard need them"
   fi
+}
+
+# Prometheus's own judge of rules and expressions, out of Debian's package, which is not installed: it would start a server.
+install_promtool() {
+  if command -v promtool >/dev/null || [ -x "$VENV/bin/promtool" ]; then return; fi
+  if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then
+    step "promtool, for the tests of alerts and dashboard (19 MB)" fetch_promtool
+  else
+    say "note: 'promtool' is missing; the tests of alerts and dashboard need it"
+  fi
+}
+
+fetch_promtool() {
+  local folder
+  folder=$(mktemp -d)
+  (cd "$folder" && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; })
+  dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -x -C "$folder" ./usr/bin/promtool
+  mv "$folder/usr/bin/promtool" "$VENV/bin/promtool"
+  rm -rf "$folder"
 }
 
 install_engine_cpu() {
@@ -132,7 +152,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,tracing]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 

@@ -190,6 +190,15 @@ class ClientRequest:
     """False for what is forwarded as it came."""
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The engine is to tell how likely the prompt was."""
+        fields = self.fields
+        if fields.get("prompt_logprobs") is not None:
+            return True
+        wants_logprobs = self.endpoint == CHAT or fields.get("logprobs") is not None
+        return bool(fields.get("echo")) and wants_logprobs
+
+    @property
     def wants_usage(self) -> bool:
         """The stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")

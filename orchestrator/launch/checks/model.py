@@ -156,11 +156,11 @@ def _room_problems(settings: PoolConfig, pool: str, facts: ModelFacts) -> Iterat
     longest = args.max_model_len or facts.max_position
     if not per_token or not longest or settings.gpus is not None:
         return
-    blocks = -(-longest // args.block_size)
+    blocks = -(-longest // args.block_size) + 1  # vLLM keeps one that holds nothing
     needed = blocks * args.block_size * per_token // args.tensor_parallel_size
     if needed > settings.kv_cache_bytes:
         fitting = settings.kv_cache_bytes * args.tensor_parallel_size // per_token
-        fitting -= fitting % args.block_size
+        fitting = max(0, fitting - fitting % args.block_size - args.block_size)
         yield failure(
             (f"{pool}.kv_cache_bytes", f"{pool}.engine_args.max_model_len"),
             f"one request of {longest} tokens takes {needed / 1e9:.2f} GB of KV per rank, "

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass
 
 import psutil
 
@@ -123,7 +122,20 @@ def _own_urls(config: ClusterConfig) -> list[str]:
 def _is_caught(url: str, found: dict[str, str]) -> bool:
     parts = urlsplit(url)
     has_proxy = parts.scheme in found or "all" in found
-    return has_proxy and not proxy_bypass(parts.hostname or "", found)
+    return has_proxy and not _is_excepted(parts.hostname or "", found.get("no", ""))
+
+
+def _is_excepted(host: str, exceptions: str) -> bool:
+    """Whether ``NO_PROXY`` names the host: itself, a domain of it, its network, or ``*``."""
+    for entry in filter(None, (part.strip().lstrip(".") for part in exceptions.split(","))):
+        if entry in ("*", host) or host.endswith(f".{entry}"):
+            return True
+        try:
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry):
+                return True
+        except ValueError:
+            continue
+    return False
 
 
 def _hosts(config: ClusterConfig) -> dict[str, str]:

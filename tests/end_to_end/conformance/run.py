@@ -36,7 +36,8 @@ REAL = frozenset(
     }
 )
 """Rows that are asked of the real model too."""
-REAL_ROWS = [row for row in ROWS if row.key in REAL]
+REAL_ROWS = [row for row in ROWS if row.key in REAL or row.scores_prompt]
+TINY_ROWS = [row for row in ROWS if not row.scores_prompt]
 TRIES = 4
 """How often a stream is asked for whose events were joined differently: an engine sends tokens that
 are ready together as one event.
@@ -147,7 +148,9 @@ def transfer_problems(outcome: Outcome, transfers: list[dict[str, Any]], block: 
     the decode node has received.
     """
     row = outcome.row
-    mine = [t for t in transfers if f"{outcome.request_ids[0]}" in t["request_id"]]
+    if not outcome.request_ids:
+        return ["it was not asked"]
+    mine = [t for t in transfers if outcome.request_ids[0] in t["request_id"]]
     is_split = not (row.alone or row.by_router) and row.status_of(row.forms[0]) == 200
     if not is_split or outcome.prompt_tokens == 1:
         refused = row.status != 200

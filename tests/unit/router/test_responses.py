@@ -181,7 +181,7 @@ async def test_a_response_that_is_not_there_is_404() -> None:
         async def refused(response_id: str, headers: dict[str, str]) -> str:
             again = RESPONSE | {"previous_response_id": response_id}
             status, error = await post(cluster, "/v1/responses", again, **headers)
-            assert (status, error["error"]["param"]) == (404, "previous_response_id")
+            assert (status, error["error"]["param"]) == (404, "response_id")
             for call in (
                 cluster.session.get(f"{url}/{response_id}", headers=headers),
                 cluster.session.post(f"{url}/{response_id}/cancel", headers=headers),

@@ -56,6 +56,7 @@ def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ()),
         ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "127.0.0.1"}, ()),
         ({"HTTP_PROXY": "http://p:1", "no_proxy": "*"}, ()),
+        ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "x.org, 127.0.0.0/8"}, ()),
         ({"https_proxy": "http://p:1"}, ()),
         ({"HTTP_PROXY": "http://p:1"}, ("HTTP_PROXY", "NO_PROXY")),
         ({"all_proxy": "socks5://p:1", "NO_PROXY": "other"}, ("all_proxy", "NO_PROXY")),
