@@ -240,8 +240,8 @@ def as_record(
     """
     received, transfer = timeline.received, account.transfer
 
-    def after(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - received) * 1e6) / 1000
+    def after(moment: float) -> float:
+        return round((moment - received) * 1e6) / 1000
 
     trace = tally.trace
     return {
@@ -262,20 +262,22 @@ def as_record(
         "expected_cached_tokens": timeline.expected_cached_tokens,
         "attempts": timeline.attempts,
         "continuations": timeline.continuations,
-        "queued_ms": after(timeline.queued),
-        "dispatched_ms": after(timeline.first_dispatched),
-        "redispatched_ms": after(timeline.redispatched),
-        "reserved_ms": after(transfer.reserved),
-        "granted_ms": after(transfer.granted),
-        "prefill_started_ms": after(transfer.prefill_started),
-        "prefill_ended_ms": after(transfer.prefill_ended),
-        "delivered_ms": after(transfer.delivered),
-        "landed_ms": after(transfer.landed),
-        "prefill_answered_ms": after(timeline.prefill_answered),
+        "queued_ms": None if (at := timeline.queued) is None else after(at),
+        "dispatched_ms": None if (at := timeline.first_dispatched) is None else after(at),
+        "redispatched_ms": None if (at := timeline.redispatched) is None else after(at),
+        "reserved_ms": None if (at := transfer.reserved) is None else after(at),
+        "granted_ms": None if (at := transfer.granted) is None else after(at),
+        "prefill_started_ms": None if (at := transfer.prefill_started) is None else after(at),
+        "prefill_ended_ms": None if (at := transfer.prefill_ended) is None else after(at),
+        "delivered_ms": None if (at := transfer.delivered) is None else after(at),
+        "landed_ms": None if (at := transfer.landed) is None else after(at),
+        "prefill_answered_ms": None if (at := timeline.prefill_answered) is None else after(at),
         "prefill_status": timeline.prefill_status,
-        "first_data_ms": after(timeline.first_data),
-        "last_data_ms": after(timeline.last_data),
-        "layer_writes": [
+        "first_data_ms": None if (at := timeline.first_data) is None else after(at),
+        "last_data_ms": None if (at := timeline.last_data) is None else after(at),
+        "layer_writes": []
+        if not transfer.writes
+        else [
             {
                 "layers": (write.first_layer, write.last_layer),
                 "ms": after(write.at),
