@@ -30,9 +30,11 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server chromium promtool" install_system_packages "$engine"
+  once system-packages "$engine redis-server promtool" install_system_packages "$engine"
+  once browser chromium begin_browser
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
+  end_browser
 }
 
 # --- what to install -------------------------------------------------------------------------------------------------
@@ -97,17 +99,31 @@ install_system_packages() {
 # What only tests need is not worth an error where it cannot be installed.
 install_test_programs() {
   install_promtool
-  local missing=()
-  command -v redis-server >/dev/null || missing+=(redis-server)
-  if ! command -v chromium >/dev/null; then
-    # Ubuntu's package of that name only points to a snap
-    if grep -qs '^ID=debian' /etc/os-release; then missing+=(chromium); else say "note: 'chromium' is missing; the tests of the dashboard need it"; fi
-  fi
-  if [ ${#missing[@]} = 0 ]; then return; fi
+  if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    debian_packages "${missing[*]}" "for the tests of the cache and of the dashboard"
+    debian_packages redis-server "for the tests of the cache"
   else
-    say "note: missing: ${missing[*]}; the tests of the cache's redis tier and of the dashboard need them"
+    say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
+  fi
+}
+
+# Beside the steps that follow, which mostly download. Ubuntu's package of that name only points to a snap.
+BROWSER_PID=
+begin_browser() {
+  if command -v chromium >/dev/null; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && grep -qs '^ID=debian' /etc/os-release; then
+    say "  Debian package chromium (for the tests of the dashboard, 113 MB), meanwhile ..."
+    install_debian_packages chromium >build/browser.log 2>&1 9>&- </dev/null &
+    BROWSER_PID=$!
+  else
+    say "note: 'chromium' is missing; the tests of the dashboard need it"
+  fi
+}
+
+end_browser() {
+  if [ -n "$BROWSER_PID" ] && ! wait "$BROWSER_PID"; then
+    rm -f "$VENV/.installed-browser"
+    say "note: 'chromium' could not be installed (see build/browser.log); the tests of the dashboard need it"
   fi
 }
 
@@ -208,9 +224,9 @@ debian_packages() {
 }
 
 install_debian_packages() {
-  apt-get update
+  apt-get -o DPkg::Lock::Timeout=300 update
   # shellcheck disable=SC2086  # several names in one string
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $1
+  DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends $1
 }
 
 main

@@ -273,7 +273,7 @@ async def test_the_token_is_asked_for(browser: Browser) -> None:
     token = operator_token(SECRET)
     async with stub_cluster("d0", keys={"k1": "team"}) as cluster:
         async with open_tab(browser, cluster.url + DASHBOARD_PATH) as tab:
-            for given, told in (("k1", "does not accept"), (token, "")):
+            for given, told in (("schlüssel", "letters"), ("k1", "not accept"), (token, "")):
                 await tab.sees("#token-form")
                 assert not await tab.page.locator("#main").is_visible()
                 await tab.page.fill("#token", given)
@@ -297,7 +297,7 @@ async def test_what_clients_send_is_text(browser: Browser) -> None:
     """A request id that is markup is shown as it is, and does nothing."""
     name = "<svg/onload=window.hit=1><b>x</b>"
     async with (
-        stub_cluster("p0", "d0") as cluster,
+        stub_cluster("d0") as cluster,
         open_tab(browser, cluster.url + DASHBOARD_PATH) as tab,
     ):
         await tab.sees(LIVE)
@@ -318,7 +318,7 @@ async def test_it_comes_back_with_the_router(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    async with stub_cluster("p0", "d0", port=port) as cluster:
+    async with stub_cluster("d0", port=port) as cluster:
         await (await cluster.post(headers={"X-Request-Id": "of-the-first"})).read()
         tab_context = open_tab(browser, url + DASHBOARD_PATH)
         tab = await tab_context.__aenter__()
@@ -326,7 +326,7 @@ async def test_it_comes_back_with_the_router(
     try:
         await tab.sees("#live.is-bad", "not live")
         assert "(not live)" in await tab.page.title()
-        async with stub_cluster("p0", "d1", port=port) as cluster:
+        async with stub_cluster("d1", port=port) as cluster:
             await tab.sees(LIVE)
             await tab.sees("article[data-node=d1]")
             assert await tab.count("article[data-node=d0]") == 0
@@ -362,6 +362,35 @@ async def test_requests_can_be_held_and_chosen(browser: Browser) -> None:
         assert_clean(tab, cluster.url)
 
 
+async def test_a_tab_at_which_nobody_looks(browser: Browser) -> None:
+    """After two minutes it lets go of its connection; it is live again when somebody looks."""
+    async with (
+        stub_cluster("d0") as cluster,
+        open_tab(browser, cluster.url + DASHBOARD_PATH) as tab,
+    ):
+        await tab.sees(LIVE)
+        await tab.page.clock.install()
+        await _look(tab, is_hidden=True)
+        await tab.page.clock.fast_forward(110_000)
+        assert cluster.router.events.are_on
+        await tab.page.clock.fast_forward(11_000)
+        await tab.sees("#live", "while nobody looks")
+        await until(lambda: not cluster.router.events.are_on)
+        await _look(tab, is_hidden=False)
+        await tab.sees(LIVE)
+        assert_clean(tab, cluster.url)
+
+
+async def _look(tab: Tab, *, is_hidden: bool) -> None:
+    await tab.page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        is_hidden,
+    )
+
+
 async def test_what_is_seldom(browser: Browser) -> None:
     """Nodes of which little is known, that load, are refused or died; a breaker, a flip that is
     owed for, autotune's decision, a cache that is silent, tenants that wait; requests without
@@ -385,7 +414,11 @@ async def test_what_is_seldom(browser: Browser) -> None:
         assert await _part_names(tab, bars % "old") == {"queue", "prefill", "decode"}
         assert await _part_names(tab, bars % "strange") == {"queue", "other"}
         assert await _part_names(tab, bars % "refused") == set()
-        assert await tab.page.evaluate(CONTRASTS) == []
+        for scheme in ("light", "dark"):
+            await tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert await tab.page.evaluate(CONTRASTS) == []
+        await tab.page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+        assert await tab.page.evaluate(TOO_WIDE) == []
         assert_clean(tab, cluster.url)
 
 

@@ -205,6 +205,18 @@ def test_a_clients_transfer_parameters_are_removed(key: str, params: bytes | Non
     assert told.get("kv_transfer_params") == (orjson.loads(params) if params else None)
 
 
+@pytest.mark.parametrize("params", [None, PARAMS])
+def test_transfer_parameters_among_other_arguments_are_removed(params: bytes | None) -> None:
+    """vLLM would take them from there, and fail; what stands beside them stays."""
+    body = {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "evil", "a": 1}}
+    request = read(COMPLETIONS, body)
+    for leg in (b"".join(request.decode_body(params, None)), request.prefill_body(PARAMS, None)):
+        assert b"evil" not in leg
+        assert orjson.loads(leg)["vllm_xargs"] == {"a": 1}
+    told = orjson.loads(b"".join(request.decode_body(params, None)))
+    assert told.get("kv_transfer_params") == (orjson.loads(params) if params else None)
+
+
 def test_a_clients_salt_is_replaced_only_when_there_are_tenants() -> None:
     """On both legs alike, never twice in one body."""
     request = read(COMPLETIONS, {"prompt": "x", "cache_salt": "mine"})
