@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from splitserve.orchestrator.cli import charts
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 COMPARED = {
     "request_throughput": "Request throughput (req/s)",
     "request_goodput": "Request goodput (req/s)",
-    "output_throughput": "Output token throughput (tok/s)",
+    "output_throughput": "Output throughput (tok/s)",
     **{
         f"{statistic}_{name}_ms": f"{word} {name.upper()} (ms)"
         for name in ("ttft", "tpot", "itl", "e2el")
@@ -96,7 +97,8 @@ def comparison(by_server: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
     found = {name: medians(results) for name, results in by_server.items()}
     shares = ratios(found[ours], found[theirs])
     rounds = len(by_server[ours])
-    table = Table(title=f"medians of {rounds} rounds (lowest to highest)", title_justify="left")
+    title = f"medians of {rounds} rounds (lowest to highest)" if rounds > 1 else "one round"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("")
     for server in (ours, theirs):
         table.add_column(printable(server), justify="right", overflow="fold")
@@ -104,7 +106,7 @@ def comparison(by_server: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
     for name, words in COMPARED.items():
         if name in found[ours] and name in found[theirs]:
             cells = [
-                f"{three_digits(found[server][name])} ({_spread(by_server[server], name)})"
+                f"{three_digits(found[server][name])}{_spread(by_server[server], name)}"
                 for server in (ours, theirs)
             ]
             ratio = f"{shares[name]:.2f}" if name in shares else "-"
@@ -151,7 +153,9 @@ def _reason(error: str) -> str:
 
 def _spread(results: Sequence[dict[str, Any]], name: str) -> str:
     values = [result[name] for result in results if result.get(name) is not None]
-    return f"{three_digits(min(values))} to {three_digits(max(values))}"
+    if len(values) < 2:
+        return ""
+    return f" ({three_digits(min(values))} to {three_digits(max(values))})"
 
 
 def _shares(

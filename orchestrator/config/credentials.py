@@ -122,7 +122,9 @@ def _read(path: Path, where: str, remedy: str) -> str:
     except FileNotFoundError:
         raise ConfigError([f"{where}: file {path} does not exist; {remedy}"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{where}: {path} cannot be read: {error}"]) from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        message = f"{where}: {path} cannot be read: {why}; correct the path, or its rights"
+        raise ConfigError([message]) from error
 
 
 def _decoded(text: str, where: str) -> bytes:

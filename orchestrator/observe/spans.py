@@ -97,7 +97,7 @@ def request_spans(record: Mapping[str, Any], source: SpanSource) -> list[Readabl
 
 class _RequestSpans:
     def __init__(
-        self, record: Mapping[str, Any], source: SpanSource, trace_id: bytes, stem: bytes
+        self, record: Mapping[str, Any], source: SpanSource, trace_id: str, stem: str
     ) -> None:
         self._record = record
         self._source = source
@@ -163,7 +163,7 @@ class _RequestSpans:
             f"{operation} {model}",
             self._received,
             self._end,
-            parent=self._context(parent.encode(), is_remote=True) if parent else None,
+            parent=self._context(parent, is_remote=True) if parent else None,
             kind=SpanKind.SERVER,
             attributes=attributes,
             status=outcome,
@@ -190,7 +190,7 @@ class _RequestSpans:
 
     def _child(
         self,
-        number: bytes,
+        number: str,
         name: str,
         start: int,
         end: int,
@@ -240,7 +240,7 @@ class _RequestSpans:
             instrumentation_scope=self._source.scope,
         )
 
-    def _context(self, span_id: bytes, *, is_remote: bool = False) -> SpanContext:
+    def _context(self, span_id: str, *, is_remote: bool = False) -> SpanContext:
         return SpanContext(self._trace_id, int(span_id, 16), is_remote, _SAMPLED)
 
     def _at(self, key: str, otherwise: int) -> int:

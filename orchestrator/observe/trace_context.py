@@ -14,42 +14,47 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from random import Random
 
-SERVER: Final = b"00"
-"""Last two digits of the span of the whole request."""
-QUEUE: Final = b"01"
-"""Of its wait in the router's queue."""
-PREFILL_LEG: Final = b"02"
-DECODE_LEG: Final = b"03"
+TRACE_ID_BYTES = 16
+STEM_BYTES = 7
+"""Of a span's id, beside the last byte."""
 
+SERVER: Final = "00"
+"""Last two digits of the span of the whole request."""
+QUEUE: Final = "01"
+"""Of its wait in the router's queue."""
+PREFILL_LEG: Final = "02"
+DECODE_LEG: Final = "03"
+
+_SAMPLED, _NOT_SAMPLED = "-01", "-00"
 _TRACEPARENT = re.compile(
     rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 
 
 class TraceContext(NamedTuple):
-    """One request's place in its trace. Hexadecimal digits."""
+    """One request's place in its trace."""
 
-    trace_id: bytes
-    stem: bytes
-    """The first fourteen digits of the ids of the router's spans."""
-    parent: bytes
+    head: str
+    """``00-``, the trace's id, ``-`` and the digits that the ids of the router's spans begin with.
+    """
+    parent: str
     """The caller's span; empty where the trace begins here."""
-    flags: bytes
-    """``01`` when spans are to be made, else ``00``."""
+    tail: str
+    """``-01`` when spans are to be made, else ``-00``."""
 
     @property
     def is_sampled(self) -> bool:
         """Whether spans are made of this request."""
-        return self.flags == b"01"
+        return self.tail == _SAMPLED
 
-    def traceparent(self, span: bytes) -> bytes:
+    def traceparent(self, span: str) -> str:
         """The header that makes the receiver's spans children of ``span``."""
-        return b"00-%b-%b%b-%b" % (self.trace_id, self.stem, span, self.flags)
+        return self.head + span + self.tail
 
 
-def traceparent_of(place: TraceContext | None, span: bytes) -> str:
+def traceparent_of(place: TraceContext | None, span: str) -> str:
     """For those who make spans below ``span``; empty when nobody wants any."""
-    return place.traceparent(span).decode() if place is not None and place.is_sampled else ""
+    return place.traceparent(span) if place is not None and place.is_sampled else ""
 
 
 class TraceIds:
@@ -63,19 +68,20 @@ class TraceIds:
         """Where a request with that header belongs: below its caller's span, sampled as the caller
         says, or in a trace of its own. A header that is none counts as missing.
         """
-        stem = b"%014x" % (self._random.getrandbits(56) or 1)
         if traceparent is not None and (found := parse_traceparent(traceparent)) is not None:
             trace_id, parent, is_sampled = found
-            return TraceContext(trace_id, stem, parent, b"01" if is_sampled else b"00")
-        number = self._random.getrandbits(128) or 1
+            head = f"00-{trace_id}-{self._random.randbytes(STEM_BYTES).hex()}"
+            return TraceContext(head, parent, _SAMPLED if is_sampled else _NOT_SAMPLED)
+        digits = self._random.randbytes(TRACE_ID_BYTES + STEM_BYTES).hex()
         # As OpenTelemetry's own sampler decides, so that all who see the trace id agree
-        is_sampled = (number & 0xFFFFFFFFFFFFFFFF) < self._bound
-        return TraceContext(b"%032x" % number, stem, b"", b"01" if is_sampled else b"00")
+        is_sampled = int(digits[16:32], 16) < self._bound
+        head = f"00-{digits[:32]}-{digits[32:]}"
+        return TraceContext(head, "", _SAMPLED if is_sampled else _NOT_SAMPLED)
 
 
-def parse_traceparent(header: bytes) -> tuple[bytes, bytes, bool] | None:
+def parse_traceparent(header: bytes) -> tuple[str, str, bool] | None:
     """(trace id, span id, whether it is sampled); None for what is no ``traceparent``."""
     found = _TRACEPARENT.fullmatch(header)
     if found is None or (found[5] is not None and found[1] == b"00"):
         return None
-    return found[2], found[3], bool(int(found[4], 16) & 1)
+    return found[2].decode(), found[3].decode(), bool(int(found[4], 16) & 1)

@@ -474,7 +474,7 @@ class Exchange:
         node: NodeDescription,
         body: Sequence[bytes | memoryview],
         listener: PrefillListener | DecodeAnswer,
-        span: bytes,
+        span: str,
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))

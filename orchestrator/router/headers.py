@@ -91,9 +91,9 @@ def to_engines(
     return b"".join(lines)
 
 
-def trace_line(trace: TraceContext | None, span: bytes) -> bytes:
+def trace_line(trace: TraceContext | None, span: str) -> bytes:
     """The header line of the leg that is ``span``, where the router takes part in traces."""
-    return b"" if trace is None else b"traceparent: %b\r\n" % trace.traceparent(span)
+    return b"" if trace is None else f"traceparent: {trace.traceparent(span)}\r\n".encode()
 
 
 def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:

@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 FLUSH_INTERVAL_S = 0.2
 HELD_LIMIT_LINES = 1000
 """Of more, those that wait for nothing are written, and then all."""
+WRITTEN_TOGETHER_LINES = 32
+"""Memory for so many is used again and again; for a thousand it would be new each time, which takes
+longer than all else about a line.
+"""
 FACTS_WAIT_S = 1.5
 """How long a request that has ended waits for what its nodes know of its transfer."""
 
@@ -125,6 +129,8 @@ class RequestLog:
 
     def _time_passed(self) -> None:
         self._flush_timer = None
+        # The wall clock may have been set, or the machine have slept
+        self._wall_offset = time.time() - time.monotonic()
         self._write_due()
         self._arm()
 
@@ -161,6 +167,12 @@ class RequestLog:
             lines.append(line)
             if is_traced:
                 traced.append(line)
+            if len(lines) >= WRITTEN_TOGETHER_LINES:
+                self._hand_over(lines, traced)
+                lines, traced = [], []
+        self._hand_over(lines, traced)
+
+    def _hand_over(self, lines: list[bytes], traced: list[bytes]) -> None:
         if traced and self._spans is not None:
             self._spans.send(traced)
         if lines and self._stream is not None:
@@ -280,6 +292,6 @@ def as_record(
         "status": timeline.status,
         "outcome": timeline.outcome,
         "reason": timeline.reason,
-        "traceparent": None if trace is None else trace.traceparent(SERVER).decode(),
-        "parent_span_id": None if trace is None or not trace.parent else trace.parent.decode(),
+        "traceparent": None if trace is None else trace.traceparent(SERVER),
+        "parent_span_id": (trace.parent or None) if trace is not None else None,
     }

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +27,8 @@ PROGRAM = "splitserve.orchestrator.observe.span_program"
 HELD_LIMIT_BYTES = 2**20
 """Records that wait in the router for the process to read them."""
 RESTART_DELAY_S = 5.0
+"""Doubled with each life that was short."""
+RESTART_DELAY_LIMIT_S = 300.0
 STOP_TIMEOUT_S = 3.0
 """Longer than the program's own limit."""
 
@@ -82,14 +85,19 @@ class SpanPipe:
         await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def _keep(self) -> None:
+        delay = RESTART_DELAY_S
         while True:
+            began = time.monotonic()
             try:
                 await self._run()
             except OSError as error:
                 _log.error("the process that sends traces cannot be started: %s", error)
             if self._is_stopping:
                 return
-            await asyncio.sleep(RESTART_DELAY_S)
+            if time.monotonic() - began > RESTART_DELAY_LIMIT_S:
+                delay = RESTART_DELAY_S
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, RESTART_DELAY_LIMIT_S)
 
     async def _run(self) -> None:
         """One life of the process."""

@@ -424,6 +424,43 @@ def missing_plugin(cluster: Cluster, scene: Scene) -> None:
     cluster["prefill"]["env"] = {"VLLM_PLUGINS": "none"}
 
 
+def unknown_flag(cluster: Cluster, scene: Scene) -> None:
+    for pool in ("prefill", "decode"):
+        cluster[pool]["engine_args"]["max_model_length"] = 2048
+
+
+def missing_file(cluster: Cluster, scene: Scene) -> None:
+    for pool in ("prefill", "decode"):
+        cluster[pool]["engine_args"]["chat_template"] = str(scene.folder / "none.jinja")
+
+
+def cut_tokenizer(cluster: Cluster, scene: Scene) -> None:
+    path = scene.own_model() / "tokenizer.json"
+    os.truncate(path, path.stat().st_size // 2)
+    cluster["model"]["path"] = str(path.parent)
+
+
+def other_weights(cluster: Cluster, scene: Scene) -> None:
+    path = scene.own_model() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10}))
+    cluster["model"]["path"] = str(path.parent)
+
+
+def foreign_address(cluster: Cluster, scene: Scene) -> None:
+    cluster["prefill"]["env"] = {"VLLM_HOST_IP": "192.0.2.7"}
+
+
+def log_file(cluster: Cluster, scene: Scene) -> None:
+    (scene.folder / "logs").write_text("a file")
+    cluster["observability"] = {"log_dir": str(scene.folder / "logs")}
+
+
+def few_addresses(cluster: Cluster, scene: Scene) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, before[1]))
+    scene.stack.callback(resource.setrlimit, resource.RLIMIT_AS, before)
+
+
 def unknown_key(cluster: Cluster, scene: Scene) -> None:
     cluster["router"]["prot"] = 8000
 
@@ -461,5 +498,12 @@ PLANTS = (
     Plant("proxy", "proxies", "HTTP_PROXY", proxy, "warn"),
     Plant("threshold", "policy", "policy.conditional.min_uncached_tokens", threshold, "warn"),
     Plant("missing plugin", "software", "prefill.env.VLLM_PLUGINS", missing_plugin),
+    Plant("unknown flag", "engine_args", "decode.engine_args.max_model_length", unknown_flag),
+    Plant("missing file", "engine_args", "prefill.engine_args.chat_template", missing_file),
+    Plant("cut tokenizer", "model", "model.path", cut_tokenizer),
+    Plant("other weights", "model", "model.path", other_weights),
+    Plant("foreign address", "addresses", "prefill.env.VLLM_HOST_IP", foreign_address),
+    Plant("log file", "folders", "observability.log_dir", log_file),
+    Plant("few addresses", "limits", "ulimit -v", few_addresses),
     Plant("unknown key", "configuration", "router.prot", unknown_key),
 )

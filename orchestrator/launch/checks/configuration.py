@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.finding import Problem
 
 
+LEAST_START_S = 20.0
+"""What vLLM takes at least until a small model is ready."""
+LEAST_FIRST_TOKEN_S = 1.0
+
+
 def configuration(subject: Subject) -> Finding:
     """Keys agree; what concerns CPUs, GPUs, ports or fingerprints is told by those checks."""
     config = subject.config
@@ -111,8 +116,22 @@ def _never_splits(least: int, longest: int | None) -> Iterator[Problem]:
 
 def _deadlines(subject: Subject) -> Iterator[Problem]:
     router = subject.config.router
+    if router.first_token_deadline_s < LEAST_FIRST_TOKEN_S:
+        yield warning(
+            "router.first_token_deadline_s",
+            f"requests whose first token takes {router.first_token_deadline_s:g} s end with an "
+            "error, and long prompts take longer",
+            "use the time that the longest prompt takes, with room for waiting",
+        )
     for pool in ("prefill", "decode"):
         transfer = subject.config.pool(pool).transfer
+        start_s = subject.config.pool(pool).startup_timeout_s
+        if subject.config.engine == "vllm" and start_s < LEAST_START_S:
+            yield warning(
+                f"{pool}.startup_timeout_s",
+                f"{start_s:g} s, but an engine takes at least {LEAST_START_S:g} s to be ready",
+                "use 600 (the default), or what your model takes",
+            )
         limit, whole = transfer.quarantine_limit_bytes, subject.config.pool(pool).kv_cache_bytes
         if "quarantine_limit_bytes" in transfer.model_fields_set and limit > whole:
             yield warning(

@@ -5,10 +5,11 @@ minute of loading.
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config.nodes import POOLS
-from splitserve.orchestrator.engines.vllm.known_flags import known_flags
+from splitserve.orchestrator.engines.vllm.known_flags import known_flags, known_kv_cache_types
 from splitserve.orchestrator.launch.finding import Finding, failure
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ def engine_args(subject: Subject) -> Finding:
     problems = [
         problem
         for pool in POOLS
-        for problem in (*_unknown_flags(subject, pool, passed[pool]), *_sizes(subject, pool))
+        for problem in (
+            *_unknown_flags(subject, pool, passed[pool]),
+            *_sizes(subject, pool),
+            *_files(subject, pool),
+        )
     ]
     names = sorted({name for pool in POOLS for name in passed[pool]})
     return Finding(check, f"passed on: {', '.join(names) or 'none'}", tuple(problems))
@@ -58,6 +63,13 @@ def _unknown_flags(subject: Subject, pool: str, keys: list[str]) -> Iterator[Pro
 
 def _sizes(subject: Subject, pool: str) -> Iterator[Problem]:
     args = subject.config.pool(pool).engine_args
+    types = known_kv_cache_types()
+    if types and args.kv_cache_dtype not in types:
+        yield failure(
+            f"{pool}.engine_args.kv_cache_dtype",
+            f"the installed vLLM has no KV cache of {args.kv_cache_dtype!r}",
+            f"use one of {', '.join(sorted(types))}",
+        )
     step, running = args.max_num_batched_tokens, args.max_num_seqs
     if step is not None and running is not None and step < running:
         yield failure(
@@ -74,3 +86,17 @@ def _sizes(subject: Subject, pool: str) -> Iterator[Problem]:
             f"without chunked prefill a step of {step} tokens cannot hold a prompt of {longest}",
             f"raise max_num_batched_tokens to {longest}, or allow enable_chunked_prefill",
         )
+
+
+def _files(subject: Subject, pool: str) -> Iterator[Problem]:
+    """What is named by its whole path is there."""
+    args = subject.config.pool(pool).engine_args.passed_on
+    flags = {name.replace("-", "_"): value for name, value in args.items()}
+    named = [("chat_template", str(flags.get("chat_template", "")))]
+    modules = flags.get("lora_modules", [])
+    for module in modules if isinstance(modules, list) else [modules]:
+        name, _, path = str(module).partition("=")
+        named.append(("lora_modules", path if name.isidentifier() else ""))
+    for key, path in named:
+        if path.startswith("/") and "{" not in path and not Path(path).exists():
+            yield failure(f"{pool}.engine_args.{key}", f"{path} is not there", "correct the path")

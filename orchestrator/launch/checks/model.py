@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.vllm.known_flags import known_architectures
 from splitserve.orchestrator.launch.finding import Finding, Problem, failure, told, warning
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.folder_facts import (
     ITEM_BYTES,
+    broken_json,
     has_chat_template,
     has_tokenizer,
+    mismatches,
     read_facts,
     weight_bytes,
     weight_problems,
@@ -104,14 +107,18 @@ def _from_the_hub(subject: Subject, name: str) -> Finding:
 
 def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     restore = "copy the model again (`splitserve model prepare` for a prepared one)"
+    wrong: list[str] = []
     try:
-        read_facts(folder)
+        facts = read_facts(folder)
+        wrong += mismatches(folder, facts)
+        yield from _architecture(facts)
     except ModelError as error:
         yield Problem.told(f"model.path: {error}")
     formats = {_flag(config.pool(pool), "load_format") for pool in POOLS}
     if formats != {"dummy"}:
-        for what in weight_problems(folder):
-            yield failure("model.path", what, restore)
+        wrong += weight_problems(folder)
+    for what in (*wrong, *broken_json(folder)):
+        yield failure("model.path", what, restore)
     tokenizers = [
         _flag(config.pool(pool), name)
         for pool in POOLS
@@ -119,6 +126,17 @@ def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     ]
     if not has_tokenizer(folder) and not any(tokenizers):
         yield failure("model.path", f"{folder} has no tokenizer", restore)
+
+
+def _architecture(facts: ModelFacts) -> Iterator[Problem]:
+    known = known_architectures()
+    if known and facts.architectures and known.isdisjoint(facts.architectures):
+        yield warning(
+            "model.path",
+            f"the installed vLLM has no implementation of {', '.join(facts.architectures)}, and "
+            "tries that of transformers, if there is one",
+            "use a model of a class that vLLM has",
+        )
 
 
 def _shape_problems(subject: Subject, pool: str, facts: ModelFacts) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ REACH_TIMEOUT_S = 2.0
 RESOLVE_TIMEOUT_S = 3.0
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NONCE_BYTES = 16
+_DEVICE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -64,7 +65,7 @@ def ports(subject: Subject) -> Finding:
 def addresses(subject: Subject) -> Finding:
     """This machine can listen where it should, and is found where it says."""
     config = subject.config
-    problems = [*_foreign_hosts(config), *_unreachable(config)]
+    problems = [*_foreign_hosts(config), *_foreign_variables(config), *_unreachable(config)]
     told_of = [
         f"{pool} as {config.pool(pool).advertise_host}"
         for pool in POOLS
@@ -158,6 +159,30 @@ def _foreign_hosts(config: ClusterConfig) -> Iterator[Problem]:
                 f"this machine cannot listen on {host} ({error.strerror or error})",
                 "use an address that `ip addr` lists, or 127.0.0.1",
             )
+
+
+def _foreign_variables(config: ClusterConfig) -> Iterator[Problem]:
+    """Addresses and devices that a pool's ``env`` names in place of splitserve's own."""
+    devices = set(psutil.net_if_addrs())
+    for pool in POOLS:
+        env = config.pool(pool).env
+        try:
+            if "VLLM_HOST_IP" in env:
+                is_free(0, env["VLLM_HOST_IP"])
+        except OSError as error:
+            yield failure(
+                f"{pool}.env.VLLM_HOST_IP",
+                f"this machine cannot listen on {env['VLLM_HOST_IP']} ({error.strerror or error})",
+                "remove it: an engine's processes talk by loopback",
+            )
+        for name in _DEVICE_VARIABLES:
+            if name in env and env[name] not in devices:
+                yield failure(
+                    f"{pool}.env.{name}",
+                    f"this machine has no network device {env[name]!r}; it has "
+                    f"{', '.join(sorted(devices))}",
+                    "remove it: an engine's processes talk by loopback",
+                )
 
 
 def _unreachable(config: ClusterConfig) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ def software(subject: Subject) -> Finding:
     problems += _different_versions(by_pool["prefill"], by_pool["decode"])
     if config.engine == "vllm":
         problems += [*_wrong_builds(subject), *_plugins(subject), *_torch_extras(versions)]
-        problems += _shadows(subject)
+        problems += [*_shadows(subject), *_preloads(subject)]
     if "nixl" in needed:
         problems += _nixl_binary()
     detail = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -221,6 +221,20 @@ def _shadows(subject: Subject) -> Iterator[Problem]:
                     "installed package of that name",
                     f"take {entry} out of PYTHONPATH",
                 )
+
+
+def _preloads(subject: Subject) -> Iterator[Problem]:
+    """Libraries that every process of an engine should load first."""
+    for pool in POOLS:
+        is_own = "LD_PRELOAD" in subject.config.pool(pool).env
+        named = subject.environment_of(pool).get("LD_PRELOAD", "").replace(":", " ").split()
+        missing = [name for name in named if "/" in name and not Path(name).is_file()]
+        if missing and (is_own or pool == POOLS[0]):
+            yield warning(
+                f"{pool}.env.LD_PRELOAD" if is_own else "LD_PRELOAD",
+                f"{', '.join(missing)} is not there, and is left out without a word",
+                "correct or unset it",
+            )
 
 
 def _torch_extras(versions: Mapping[str, str]) -> Iterator[Problem]:

@@ -46,6 +46,8 @@ class Check:
     find: Callable[[Subject], Finding]
     measures: bool = False
     """It moves bytes and takes seconds."""
+    after: tuple[str, ...] = ()
+    """Checks that must not have failed: their problems would only be told again."""
 
 
 CHECKS = (
@@ -72,7 +74,12 @@ CHECKS = (
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),
-    Check("transport", transport, measures=True),
+    Check(
+        "transport",
+        transport,
+        measures=True,
+        after=("configuration", "cpus", "software", "rights", "addresses", "ports"),
+    ),
     Check("tiers", tiers, measures=True),
     Check("clocks", clocks, measures=True),
 )

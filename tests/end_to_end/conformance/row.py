@@ -34,6 +34,8 @@ class Row:
     """It wants logprobs of the prompt, which end an engine with adapters on CPU: asked of the real
     model only, and refused by the router otherwise.
     """
+    by_itself: bool = False
+    """It must not be computed together with others, whose answers it would change in vLLM 0.32."""
     status: int = 200
     streamed_status: int | None = None
     """Where it differs."""

@@ -169,3 +169,15 @@ def test_traces_need_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems_of(parse(text))
     assert problem.startswith("observability.tracing: opentelemetry.exporter.otlp.proto.http ")
     assert "pip install 'splitserve[tracing]'" in problem
+
+
+def test_nothing_is_measured_on_cpus_that_do_not_exist() -> None:
+    """What cannot work is told once, by the check that is about it; what does not depend on it is
+    measured all the same.
+    """
+    text = MOCK.replace("{kv_cache_bytes", "{cpus: [[4000]], kv_cache_bytes", 1)
+    subject = Subject(parse(text + "allow_shared_devices: true\n"), {})
+    found = {f.check: f for f, _ in findings(subject, measures=True)}
+    assert found["transport"].detail == "not looked at before cpus is mended"
+    assert found["clocks"].detail == "nobody else's clock to compare with"
+    assert [f.check for f in found.values() if f.failures] == ["cpus"]

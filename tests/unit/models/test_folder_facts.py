@@ -11,8 +11,10 @@ import pytest
 
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.folder_facts import (
+    broken_json,
     has_chat_template,
     has_tokenizer,
+    mismatches,
     read_facts,
     weight_bytes,
     weight_problems,
@@ -42,6 +44,8 @@ def test_a_whole_model(folder: Path) -> None:
     assert list(weight_problems(folder)) == []
     assert has_tokenizer(folder)
     assert has_chat_template(folder)
+    assert list(mismatches(folder, facts)) == []
+    assert list(broken_json(folder)) == []
     assert weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
 
 
@@ -103,3 +107,25 @@ def test_a_config_that_is_none(folder: Path) -> None:
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         read_facts(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": 10}, "the weights have 8 layers, config.json says 10"),
+        ({"head_dim": 20}, "has 64 rows, config.json says 2 KV heads of 20"),
+    ],
+)
+def test_weights_of_another_config(folder: Path, values: dict[str, Any], words: str) -> None:
+    """Both numbers are told."""
+    change(folder, **values)
+    (problem,) = mismatches(folder, read_facts(folder))
+    assert words in problem
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_file_that_is_cut_off(folder: Path, name: str) -> None:
+    """It is named."""
+    (folder / name).write_text((folder / name).read_text()[:40])
+    (problem,) = broken_json(folder)
+    assert name in problem

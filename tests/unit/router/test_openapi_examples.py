@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from router_stubs.cluster import StubCluster
 
 ENDLESS = ["/internal/recording", "/internal/events"]
-EXAMPLES = 12
+EXAMPLES = 8
 """For each method of each path."""
 TIMEOUT_S = 10.0
 CHECKS = [

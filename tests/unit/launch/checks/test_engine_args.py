@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from splitserve.orchestrator.config import load_with_contradictions
-from splitserve.orchestrator.engines.vllm.known_flags import known_flags
+from splitserve.orchestrator.engines.vllm.known_flags import (
+    known_architectures,
+    known_flags,
+    known_kv_cache_types,
+)
 from splitserve.orchestrator.launch.checks.engine_args import engine_args
 from splitserve.orchestrator.launch.checks.fingerprints import fingerprints
 from splitserve.orchestrator.launch.checks.subject import Subject
@@ -40,11 +44,13 @@ def subject(tmp_path: Path) -> MakeSubject:
     return make
 
 
-def test_the_engines_flags_are_read() -> None:
-    """Those that splitserve itself sets are among them, from both files."""
+def test_the_engines_source_is_read() -> None:
+    """Flags that splitserve itself sets, types of KV cache and classes of models are found."""
     expected = {"block_size", "kv_transfer_config", "max_num_seqs", "chat_template", "enable_lora"}
     assert expected <= known_flags()
     assert "disable_access_log_for_endpoints" in known_flags()
+    assert {"auto", "bfloat16", "fp8"} <= known_kv_cache_types()
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} <= known_architectures()
 
 
 @pytest.mark.parametrize(
@@ -80,10 +86,13 @@ def test_a_flag_that_does_not_exist(subject: MakeSubject) -> None:
             "max_num_batched_tokens: 64, max_model_len: 128, enable_chunked_prefill: false",
             "max_model_len",
         ),
+        ("kv_cache_dtype: fp9", "kv_cache_dtype"),
+        ("chat_template: /nowhere/t.jinja", "chat_template"),
+        ("lora_modules: [a=/nowhere/a]", "lora_modules"),
     ],
 )
-def test_sizes_that_do_not_fit(subject: MakeSubject, args: str, key: str) -> None:
-    """Both keys are named."""
+def test_values_that_cannot_work(subject: MakeSubject, args: str, key: str) -> None:
+    """Every key that is part of it is named."""
     (problem,) = engine_args(subject(f"engine_args: {{{args}}}")).problems
     assert f"prefill.engine_args.{key}" in problem.keys
 
