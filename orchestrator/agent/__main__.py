@@ -20,10 +20,19 @@ from splitserve.orchestrator.agent.agent import Agent
 from splitserve.orchestrator.agent.processes import become_subreaper
 from splitserve.orchestrator.config import cluster_secret, load_resolved, node, router_url
 
+SPANS_CLOSE_S = 1.0
+"""For the last spans of transfers to leave."""
+
 
 async def _run(arguments: argparse.Namespace) -> int:
     config = load_resolved(arguments.config)
     run_dir = arguments.config.parent
+    spans = None
+    if config.observability.tracing is not None:
+        # It brings OpenTelemetry's SDK, which an agent needs for nothing else
+        from splitserve.orchestrator.observe.transfer_spans import TransferSpans
+
+        spans = TransferSpans(config.observability.tracing, arguments.node)
     agent = Agent(
         config,
         node(config, arguments.node),
@@ -33,11 +42,16 @@ async def _run(arguments: argparse.Namespace) -> int:
         run_dir=run_dir,
         log_dir=Path(config.observability.log_dir or run_dir / "logs"),
         connect_endpoint=EngineEndpointClient,
+        spans=spans,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stop)
-    return await agent.run()
+    try:
+        return await agent.run()
+    finally:
+        if spans is not None:
+            await asyncio.to_thread(spans.close, SPANS_CLOSE_S)
 
 
 def main() -> int:

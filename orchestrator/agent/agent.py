@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.engine_endpoint import EngineStatus
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Agent:
         run_dir: Path,
         log_dir: Path,
         connect_endpoint: Callable[[str, bytes], Endpoint],
+        spans: TransferSpans | None = None,
     ) -> None:
         self.node = node
         self.role = last_role(run_dir, node.name) or node.pool
@@ -119,7 +121,8 @@ class Agent:
         self.relay = OrderRelay()
         """An engine that does not answer holds up only what waits here."""
         self._prefixes = PrefixReports(node.name, self._link)
-        self._transfers = TransferReports(node.name, self._link)
+        self._transfers = TransferReports(node.name, self._link, spans)
+        self._spans = spans
 
     def stop(self) -> None:
         """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
@@ -400,12 +403,16 @@ class Agent:
         self._write_status(status, life)
         if life is None:
             return
+        told = structs.asdict(status) if status is not None else {}
+        if told and self._spans is not None:
+            counts = structs.asdict(self._spans.counts)
+            told["counters"] |= {f"traces_{name}": float(n) for name, n in counts.items()}
         self._link.fresh(NodeState(
             node=self.node.name,
             incarnation=life.incarnation,
             phase=self.phase,
             role=self.role,
-            **(structs.asdict(status) if status is not None else {}),
+            **told,
         ))  # fmt: skip
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:

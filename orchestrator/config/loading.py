@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError
 
 from splitserve.orchestrator.config.checks import problems_between_keys
 from splitserve.orchestrator.config.errors import ConfigError
+from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
 
 _MAX_FILE_BYTES = 2**20
@@ -167,7 +168,7 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
         return f"{where}: a section with keys{_as_section(location, value)}{_got(value)}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    return f"{where}: {message}" + _got(item.get("input"))
+    return f"{where}: {message}" + ("" if kind == HOLDS_SECRET else _got(item.get("input")))
 
 
 _REMEDIES = {

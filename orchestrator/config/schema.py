@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.fields import (
     VariableName,
     VariableValue,
 )
+from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
 
 class ModelConfig(Section):
@@ -370,6 +371,11 @@ class ObservabilityConfig(Section):
     timeline_requests: int = Field(default=1024, ge=0)
     """Finished requests whose timeline the router keeps (`/internal/timeline/REQUEST_ID`; the
     quickstart shows one).
+    """
+
+    tracing: TracingConfig | None = None
+    """Traces by OpenTelemetry; without this section there are none. Needs `pip install
+    'splitserve[tracing]'`, which vLLM brings along.
     """
 
 

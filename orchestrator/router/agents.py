@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,8 @@ class AgentHub:
         self.loading: dict[str, msg.LoadingProgress] = {}
         """What nodes that are not ready yet are doing, for people to read."""
         self.last_death: dict[str, msg.EngineDied] = {}
+        self.deaths: Counter[str] = Counter()
+        """Of engines that nobody had asked to end, by node."""
         self._secret = secret
         self.transfers = TransferBook(boot_id())
         """What nodes have told of transfers."""
@@ -221,6 +224,7 @@ class AgentHub:
                 level = logging.INFO if frame.was_ordered else logging.ERROR
                 _log.log(level, "the engine of %s died: %s", node, cause)
                 self.last_death[node] = frame
+                self.deaths[node] += not frame.was_ordered
                 self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
 

@@ -38,9 +38,13 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         allow: str = "",
+        kind: str = "",
     ) -> None:
-        """``allow`` names the methods that a path takes, with a 405."""
+        """``allow`` names the methods that a path takes, with a 405; ``kind`` is the error's type
+        where it does not follow from the status.
+        """
         super().__init__(message)
+        self.kind = kind or _TYPES.get(status, "InternalServerError")
         self.status = status
         self.message = message
         self.param = param
@@ -53,7 +57,7 @@ class ApiError(Exception):
         """The JSON body."""
         error = {
             "message": self.message,
-            "type": _TYPES.get(self.status, "InternalServerError"),
+            "type": self.kind,
             "param": self.param,
             "code": self.status,
         }

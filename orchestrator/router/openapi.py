@@ -186,7 +186,7 @@ _FOR_EVERYBODY: Final = (
     Operation("GET", "/health", "Whether a decode node is ready", EVERYBODY, errors=(503,)),
     Operation("GET", "/ping", "The same without a body", EVERYBODY, answers=(), errors=(503,)),
     Operation("POST", "/ping", "The same without a body", EVERYBODY, answers=(), errors=(503,)),
-    Operation("GET", "/metrics", "Prometheus metrics", EVERYBODY, answers=(_TEXT,)),
+    Operation("GET", "/metrics", "Prometheus metrics", EVERYBODY, answers=(_TEXT,), errors=(429,)),
     Operation("GET", OPENAPI_PATH, "This document", EVERYBODY),
     Operation("GET", "/dashboard", "The cluster as a page", EVERYBODY, answers=(_PAGE,)),
 )
@@ -203,6 +203,10 @@ def _operator_operations() -> list[Operation]:
             errors=(429,),
         ),
         Operation("GET", "/internal/audit", "What nodes hold that nobody owns", OPERATORS),
+        Operation(
+            "GET", "/internal/http_sd", "Where Prometheus finds router and engines", OPERATORS,
+            errors=(400,),
+        ),
         Operation(
             "GET", "/internal/timeline/{request_id}", "When what happened to a request", OPERATORS,
             errors=(404,), parameters=(request_id,),

@@ -39,10 +39,10 @@ cache:
 LOAD_S = 25.0
 CLIENTS = 6
 PICTURES: tuple[tuple[str, str, dict[str, int], bool], ...] = (
-    ("light", "light", {"width": 1280, "height": 1000}, False),
+    ("light", "light", {"width": 1280, "height": 1300}, False),
     ("dark", "dark", {"width": 1280, "height": 1000}, False),
     ("phone-light", "light", {"width": 360, "height": 740}, True),
-    ("phone-dark", "dark", {"width": 360, "height": 740}, False),
+    ("phone-dark", "dark", {"width": 360, "height": 740}, True),
 )
 """Name, scheme, size, and whether the whole page is to be seen."""
 
@@ -69,8 +69,10 @@ async def take(browser: Browser, cluster: Cluster, folder: Path) -> None:
         async with open_tab(browser, cluster.url + DASHBOARD_PATH, **settings) as tab:
             await tab.sees("#live.is-ok")
             await asyncio.sleep(LOAD_S / len(PICTURES))
-            await tab.page.locator("#request-list summary").nth(3).click()
+            await tab.page.click("#hold")
             await tab.page.screenshot(path=folder / f"{name}.png", full_page=is_whole)
+            await tab.page.locator("#request-list summary").nth(2).click()
+            await tab.page.screenshot(path=folder / f"{name}-open.png", full_page=is_whole)
 
 
 async def main(folder: Path) -> None:

@@ -28,6 +28,7 @@ from splitserve.orchestrator.launch.checks.network import addresses, ports, prox
 from splitserve.orchestrator.launch.checks.processors import cpus, gpus, numa
 from splitserve.orchestrator.launch.checks.software import rights, software
 from splitserve.orchestrator.launch.checks.tiers import clocks, tiers
+from splitserve.orchestrator.launch.checks.tracing import tracing
 from splitserve.orchestrator.launch.checks.transport import transport
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ CHECKS = (
     Check("fingerprints", fingerprints),
     Check("policy", policy),
     Check("autotune", autotune),
+    Check("tracing", tracing),
     Check("secrets", secrets),
     Check("rights", rights),
     Check("addresses", addresses),

@@ -358,6 +358,7 @@ ENTRIES = {
             "unit/cli/test_probe_client.py::test_every_token_of_an_event_counts",
             "unit/cli/test_probe_client.py::test_a_failure_is_no_answer",
             "unit/benchmarks/test_harness.py::test_tokens_are_counted_and_not_events",
+            "unit/cli/test_bench.py::test_the_time_per_token_does_not_depend_on_chunks",
         ),
     ),
     "A46": Entry(

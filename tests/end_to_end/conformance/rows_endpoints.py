@@ -39,7 +39,7 @@ class EndpointRow:
     @property
     def key(self) -> str:
         """Its name among all rows."""
-        return f"{self.path.removeprefix('/v1')}: {self.name}"
+        return f"{self.path}: {self.name}"
 
 
 def _responses(name: str, decision: str = SPLIT, status: int = 200, **fields: Any) -> EndpointRow:

@@ -69,10 +69,6 @@ decode:
 """
 
 TEMPLATE = """\
-{%- if tools %}<|im_start|>tools
-{% for tool in tools %}{{ tool['function'] | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {{ message['content'] or '' }}
@@ -81,6 +77,10 @@ TEMPLATE = """\
 {%- endfor -%}
 <|im_end|>
 {% endfor %}
+{%- if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool['function'] | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 

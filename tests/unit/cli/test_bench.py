@@ -242,6 +242,19 @@ def test_the_table_is_the_generators() -> None:
     assert list(bench_tool._table(lines)) == [head, "Successful requests: 3", "--- TTFT ---", end]
 
 
+def test_what_a_dataset_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs: the generator's own message would name something else."""
+    known = {"vllm", "datasets"}
+    monkeypatch.setattr(bench_tool.importlib.util, "find_spec", lambda name: name in known or None)
+    assert bench_tool.check_installed("random")
+    assert bench_tool.check_installed("hf")
+    with pytest.raises(RefusedError, match="pip install pandas"):
+        bench_tool.check_installed("custom_image")
+    known.clear()
+    with pytest.raises(RefusedError, match="vLLM is not installed here"):
+        bench_tool.check_installed("random")
+
+
 def test_keys_go_by_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own key, or none: never the one of the caller's environment."""
     monkeypatch.setenv("OPENAI_API_KEY", "somebody's")
@@ -289,7 +302,7 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gener
     monkeypatch.chdir(tmp_path)
     found = Generator()
     monkeypatch.setattr(bench, "measure", found.measure)
-    monkeypatch.setattr(bench, "check_installed", lambda: "1")
+    monkeypatch.setattr(bench, "check_installed", lambda dataset: "1")
     monkeypatch.setattr(bench_server, "_models", lambda url, key: (200, MODELS))
     monkeypatch.setattr(bench, "_about", lambda running: {"name": "mock"})
     files = ClusterFiles("mock")

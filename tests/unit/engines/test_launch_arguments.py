@@ -133,6 +133,30 @@ def test_cpus_are_split_over_ranks() -> None:
     assert omp_binding((0, 1, 4, 5), 2) == "0,1|4,5"
 
 
+def test_engines_take_part_in_traces() -> None:
+    """vLLM gets the collector, the protocol and its name; it begins no trace by itself, unless the
+    pool's own variables say so; without the section it gets nothing of this.
+    """
+    command = command_of("prefill-0")
+    assert "--otlp-traces-endpoint" not in command.argv
+    assert not [name for name in command.env if name.startswith("OTEL")]
+    text = TEXT.replace('EXTRA: "1"', "OTEL_TRACES_SAMPLER: always_on").format(
+        engine="vllm", more=""
+    )
+    text += "observability: {tracing: {otlp_endpoint: 'http://c:4318/', service_name: mine}}\n"
+    config = parse(text)
+    commands = [
+        engine_command(config, node(config, n), "m", "x") for n in ("prefill-0", "decode-0")
+    ]
+    for found in commands:
+        assert value(found, "--otlp-traces-endpoint") == "http://c:4318/v1/traces"
+        assert found.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+        assert found.env["OTEL_SERVICE_NAME"] == "mine-engine"
+    assert commands[1].env["OTEL_RESOURCE_ATTRIBUTES"] == "service.instance.id=decode-0"
+    samplers = [found.env["OTEL_TRACES_SAMPLER"] for found in commands]
+    assert samplers == ["always_on", "parentbased_always_off"]
+
+
 @pytest.mark.parametrize(
     ("written", "flags", "names"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -158,6 +159,16 @@ def test_a_trial_copy_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
         "copies between engines: no processes left"
     ]
+
+
+def test_traces_need_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing and the command that installs it are named."""
+    text = MOCK + "observability: {tracing: {otlp_endpoint: 'http://127.0.0.1:4318'}}\n"
+    preflight(parse(text), {})
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    (problem,) = problems_of(parse(text))
+    assert problem.startswith("observability.tracing: opentelemetry.exporter.otlp.proto.http ")
+    assert "pip install 'splitserve[tracing]'" in problem
 
 
 def test_nothing_is_measured_on_cpus_that_do_not_exist() -> None:

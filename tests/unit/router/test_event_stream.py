@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -149,6 +150,23 @@ async def test_a_router_that_stops_ends_the_stream() -> None:
         async with asyncio.timeout(5):
             await watching.content.read()
         assert watching.content.at_eof()
+
+
+async def test_a_client_that_reads_nothing() -> None:
+    """Is cut off when the connection and its bound are full, and takes nothing with it."""
+    async with stub_cluster("d0") as cluster:
+        events, incidents = cluster.router.events, cluster.router.incidents
+        with socket.create_connection(("127.0.0.1", cluster.router.port)) as client:
+            client.sendall(f"GET {EVENTS_PATH} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            await until(lambda: events.are_on)
+            for number in range(100_000):
+                incidents.note("died", f"node-{number}", "x" * 400)
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+                if not events.are_on:
+                    break
+            assert not events.are_on
+        assert (await (await cluster.post()).read()).endswith(b"[DONE]\n\n")
 
 
 async def test_nobody_watches() -> None:
