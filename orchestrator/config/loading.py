@@ -103,13 +103,14 @@ def _read(path_or_name: str) -> tuple[str, str]:
         try:
             return path.read_text(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+            message = f"cannot be read: {error}; a cluster YAML is text in UTF-8"
+            raise ConfigError([message], str(path)) from error
     names = builtin_names()
     if path_or_name in names:
         resource = resources.files("splitserve.configs") / f"{path_or_name}.yaml"
         return resource.read_text(), f"{path_or_name} (built in)"
     close = difflib.get_close_matches(path_or_name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "; give a YAML's path, or one of these"
     raise ConfigError(
         [f"no such file, and no built-in configuration of that name ({', '.join(names)}){hint}"],
         path_or_name,

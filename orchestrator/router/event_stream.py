@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 EVENTS_PATH = "/internal/events"
 WATCHERS_LIMIT = 16
 HELD_LIMIT_BYTES = 2**20
-"""Of events that wait for one slow watcher, beyond what its connection holds."""
+"""Of events that wait for one slow watcher, beyond what its connection holds and the latest
+status.
+"""
 INTERVAL_S = 1.0
+TIME_SHARE = 0.02
+"""Of the router's time, that telling a status may take; large clusters' come less often."""
 HEARTBEAT_S = 10.0
 REQUESTS_PER_S_LIMIT = 20
 """Records of requests that are sent within a second; twice as many where requests fail."""
@@ -147,9 +151,9 @@ class EventStreams:
         if self._watchers:
             self._say(_event("incident", msgspec.json.encode(incident)))
 
-    def _arm(self) -> None:
+    def _arm(self, took_s: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(INTERVAL_S, self._tick)
+        self._timer = loop.call_later(max(INTERVAL_S, took_s / TIME_SHARE), self._tick)
 
     def _tick(self) -> None:
         """A second is over."""
@@ -157,11 +161,21 @@ class EventStreams:
         self._sent_requests = 0
         if not self._watchers:
             return
-        self._arm()
+        began = time.monotonic()
+        try:
+            self._tell_status()
+        finally:
+            self._arm(time.monotonic() - began)
+
+    def _tell_status(self) -> None:
+        """To all, when it has changed; else they hear that the connection lives."""
         status = orjson.dumps(self._status())
         if status != self._last_status:
             self._last_status = status
-            self._say(_event("status", status))
+            self._said_at = time.monotonic()
+            event = _event("status", status)
+            for watcher in tuple(self._watchers):
+                watcher.say_status(event)
         elif time.monotonic() - self._said_at >= HEARTBEAT_S:
             self._say(_HEARTBEAT)
 
@@ -183,6 +197,14 @@ class Watcher:
         self._is_paused = False
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
+        self._held_status = b""
+
+    def say_status(self, data: bytes) -> None:
+        """The status is sent; a slow watcher gets only the latest one."""
+        if self._is_paused:
+            self._held_status = data
+        else:
+            self._sink.send_body(data)
 
     def say(self, data: bytes) -> None:
         """The event is sent, held for a slow watcher, or too much for it: that one is cut off."""
@@ -217,10 +239,13 @@ class Watcher:
             data = self._held.popleft()
             self._held_bytes -= len(data)
             self._sink.send_body(data)
+        if self._held_status and not self._is_paused:
+            status, self._held_status = self._held_status, b""
+            self._sink.send_body(status)
 
     def _drop(self) -> None:
         self._held.clear()
-        self._held_bytes = 0
+        self._held_bytes, self._held_status = 0, b""
 
 
 def _event(name: str, data: bytes) -> bytes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KEPT_INCIDENTS = 200
 REPEAT_S = 60.0
-"""An equal incident within this time is a repetition."""
+"""An equal incident within this time, with nothing else of its node between, is a repetition."""
 COMPARED_INCIDENTS = 16
 """The latest ones, with which a new one is compared."""
 TEXT_LIMIT_CHARACTERS = 500
@@ -110,7 +110,7 @@ class Incidents:
         """The incident that happens again."""
         for number in range(1, min(COMPARED_INCIDENTS, len(self._kept)) + 1):
             incident = self._kept[-number]
-            is_equal = (incident.kind, incident.node, incident.text) == (kind, node, text)
-            if is_equal and now - incident.at_unix_s < REPEAT_S:
-                return incident
+            if incident.node == node:
+                is_equal = (incident.kind, incident.text) == (kind, text)
+                return incident if is_equal and now - incident.at_unix_s < REPEAT_S else None
         return None

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 0.2
 HELD_LIMIT_LINES = 1000
-"""Of more, those that wait for nothing are written, and then all."""
+"""Then those that wait for nothing are written, and if that leaves more than half of them, all."""
 WRITTEN_TOGETHER_LINES = 32
 """Memory for so many is used again and again; for a thousand it would be new each time, which takes
 longer than all else about a line.
@@ -94,7 +94,7 @@ class RequestLog:
         self._unwritten.append(entry)
         if len(self._unwritten) >= HELD_LIMIT_LINES:
             self._write_due()
-            if len(self._unwritten) >= HELD_LIMIT_LINES:
+            if len(self._unwritten) > HELD_LIMIT_LINES // 2:
                 self.flush()
         self._arm()
 
@@ -131,8 +131,10 @@ class RequestLog:
         self._flush_timer = None
         # The wall clock may have been set, or the machine have slept
         self._wall_offset = time.time() - time.monotonic()
-        self._write_due()
-        self._arm()
+        try:
+            self._write_due()
+        finally:
+            self._arm()
 
     def _write_due(self) -> None:
         """Those that wait for nothing any more."""

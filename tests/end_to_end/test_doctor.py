@@ -41,6 +41,7 @@ PASSWORD = "right"
 FULL_LIMIT_S = 40.0
 """Of all checks with their measurements on one pair: twice what is promised, for a busy machine."""
 CLOCK_SKEW_S = 30.0
+MEMORY_BYTES = 16 * 10**9
 
 Cluster = dict[str, Any]
 
@@ -92,7 +93,10 @@ def stores(
 
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs the command on a cluster and returns its report."""
+    """Runs the command on a cluster and returns its report; what other tests take of this machine's
+    memory is not counted.
+    """
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: MEMORY_BYTES)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("S3_KEY", "key")
 
@@ -351,6 +355,12 @@ def bogus_ucx(cluster: Cluster, scene: Scene) -> None:
         cluster[pool]["env"] = {"UCX_TLS": "bogus"}
 
 
+def ucx_by_tcp(cluster: Cluster, scene: Scene) -> None:
+    for pool in ("prefill", "decode"):
+        cluster[pool]["transfer"]["transport"] = "nixl"
+    cluster["decode"]["env"] = {"UCX_TLS": "tcp"}
+
+
 def redis_down(cluster: Cluster, scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         cluster["cache"]["tiers"][2]["url"] = f"redis://127.0.0.1:{gone.getsockname()[1]}/0"
@@ -486,6 +496,7 @@ PLANTS = (
     Plant("no NIXL", "software", "prefill.transfer.transport", no_nixl),
     Plant("no rights", "rights", "prefill.transfer.transport", no_rights),
     Plant("bogus UCX_TLS", "transport", "prefill.env.UCX_TLS", bogus_ucx, measured=True),
+    Plant("UCX by TCP", "transport", "decode.env.UCX_TLS", ucx_by_tcp, "warn", measured=True),
     Plant("Redis down", "cache", "cache.tiers[2]", redis_down),
     Plant("Redis password", "cache", "cache.tiers[2]", redis_password),
     Plant("Redis clock", "clocks", "cache.tiers[2]", redis_clock, "warn", measured=True),

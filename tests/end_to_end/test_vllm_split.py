@@ -22,7 +22,7 @@ from end_to_end.conformance.sides import REQUEST_LIMIT_S, OneCluster
 from support.otlp_receiver import otlp_receiver
 from support.promtool import OBSERVABILITY, metrics_in
 from support.split_client import Split, start_split, stop_split
-from support.timelines import assert_whole_timeline, complete_record
+from support.timelines import assert_whole_timeline, streamed_record
 from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
@@ -149,13 +149,9 @@ async def test_a_timeline_has_every_part(split: Split) -> None:
     parts that add up to the time to the first token, and every page.
     """
     (prompt,) = prompts([1200], seed=7)
-    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "stream": True, "ignore_eos": True}
-    async with aiohttp.ClientSession(headers={"X-Request-Id": "whole"}) as session:
+    async with aiohttp.ClientSession() as session:
         await split.forget_prefixes(session)
-        async with session.post(split.url + "/v1/completions", json=body) as answer:
-            assert answer.status == 200
-            assert b"[DONE]" in await answer.read()
-    record = await complete_record(split.url, "whole")
+    record = await streamed_record(split.url, prompt, 8)
     node = (await split.nodes())["decode-0"]
     assert_whole_timeline(
         record,

@@ -349,6 +349,7 @@ ENTRIES = {
             "unit/router/test_observing.py::test_the_metrics_tell_what_a_threshold_does",
             "unit/config/test_checks.py::test_a_threshold_that_is_none_is_refused",
             "unit/core/test_admission_and_placement.py::test_what_is_split",
+            "end_to_end/test_doctor.py::test_planted_misconfigurations",
         ),
     ),
     "A45": Entry(
@@ -369,6 +370,7 @@ ENTRIES = {
             HERE + "test_starts.py::test_tcp_only",
             HERE + "test_starts.py::test_a_transport_that_does_not_exist",
             HERE + "test_starts.py::test_the_transport_is_shown",
+            "end_to_end/test_doctor.py::test_planted_misconfigurations",
         ),
     ),
     "A47": Entry(

@@ -95,11 +95,22 @@ _CALLS = [
 _PICTURE = {"type": "input_image", "detail": "auto", "image_url": "data:image/png;base64,AAAA"}
 _SCHEMA = {"type": "json_schema", "name": "w", "schema": WEATHER}
 
+_MESSAGE_SCHEMA = {"type": "json_schema", "schema": WEATHER}
+_MESSAGE_TOOL = {"name": "weather", "input_schema": WEATHER}
+_CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+_RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
+_TOOL_TURNS = [
+    {"role": "user", "content": WORDS},
+    {"role": "assistant", "content": [_CALL]},
+    {"role": "user", "content": [_RESULT]},
+]
+
 ROWS = [
     _responses("a text"),
     _responses("one token", max_output_tokens=1),
     _responses("instructions", instructions="Be brief."),
     _responses("a conversation", input=_HISTORY),
+    _responses("a developer", input=[{"role": "developer", "content": "Be brief."}, _HISTORY[0]]),
     _responses("calls of tools", input=_CALLS, tools=[TOOL]),
     _responses("tools, auto", tools=[TOOL], tool_choice="auto"),
     _responses("tools, none", tools=[TOOL], tool_choice="none"),
@@ -138,6 +149,16 @@ ROWS = [
         max_tokens=60,
     ),
     _messages("thinking is off", thinking={"type": "disabled"}),
+    _messages(
+        "thinking, which this engine has no parser for",
+        status=400,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        max_tokens=1100,
+        stop_sequences=list("aeio"),
+    ),
+    _messages("an effort", output_config={"effort": "low"}),
+    _messages("a schema", output_config={"format": _MESSAGE_SCHEMA}, max_tokens=40),
+    _messages("calls of tools", messages=_TOOL_TURNS, tools=[_MESSAGE_TOOL]),
     _messages("no tokens", ALONE, 400, max_tokens=0),
     _messages("no messages", ALONE, 400, messages=None),
     _messages("an unknown role", SPLIT, 400, messages=[{"role": "x", "content": WORDS}]),

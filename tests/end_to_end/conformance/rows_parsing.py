@@ -24,7 +24,7 @@ def tool(name: str, *cities: str) -> dict[str, Any]:
 
 
 WEATHER, TIME = tool("weather", "Paris", "Oslo"), tool("time", "Rome", "Lima")
-NAMED = {"type": "function", "function": {"name": "time"}}
+NAMED: Any = {"type": "function", "function": {"name": "time"}}
 CALL = (
     r'<tool_call>\{"name": "(weather|time)", "arguments": \{"city": "(Oslo|Rome)"\}\}</tool_call>'
 )

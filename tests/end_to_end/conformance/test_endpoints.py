@@ -146,7 +146,7 @@ async def test_the_stream_is_that_of_one_engine(sides: Sides, row: EndpointRow) 
 
 
 async def test_models(sides: Sides) -> None:
-    """The model and the adapters that decode nodes have."""
+    """The model and the adapters that decode nodes have; what prefill nodes alone have is 404."""
     async with sides.session.get(f"{sides.split.url}/v1/models") as answer:
         models = {model["id"]: model for model in (await answer.json())["data"]}
     async with sides.session.get(
@@ -157,6 +157,11 @@ async def test_models(sides: Sides) -> None:
     for name in ("both", "on-decode"):
         for key in ("root", "parent", "max_model_len", "object"):
             assert models[name][key] == right[name][key]
+    body = {"model": "on-prefill", "prompt": "x"}
+    async with sides.session.post(f"{sides.split.url}/v1/completions", json=body) as answer:
+        assert answer.status == 404
+        error = (await answer.json())["error"]
+    assert error["message"] == "The model `on-prefill` does not exist. Valid aliases: m."
 
 
 async def test_stored_responses(sides: Sides) -> None:

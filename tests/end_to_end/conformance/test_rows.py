@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from end_to_end.conformance.row import CHAT, COMPLETIONS
+from end_to_end.conformance.row import CHAT, COMPLETIONS, Row
 from end_to_end.conformance.run import ROWS, TINY_ROWS, Outcome, counted, run, transfer_problems
 from end_to_end.conformance.sides import BLOCK, Sides
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-
-    from end_to_end.conformance.row import Row
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,8 +26,8 @@ async def outcomes(
 ) -> AsyncIterator[dict[str, Outcome]]:
     """What became of the rows that were selected, several of which are asked at a time."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
-    rows = [call.params["row"] for call in calls if call is not None and "row" in call.params]
-    yield await run(sides, rows)
+    rows = [call.params.get("row") for call in calls if call is not None]
+    yield await run(sides, [row for row in rows if isinstance(row, Row)])
 
 
 @pytest.mark.parametrize("row", TINY_ROWS, ids=lambda row: row.key)

@@ -184,6 +184,15 @@ def test_the_picture_is_svg(results: list[dict[str, Any]]) -> None:
     ElementTree.fromstring(bench_report.picture("none", {"a": [empty]}, {}))
 
 
+def test_names_of_curves_do_not_overlap() -> None:
+    """Also where one is an address."""
+    by_server = {"http://127.0.0.1:28041": [result()], "b": [result()]}
+    tree = ElementTree.fromstring(bench_report.picture("a", by_server, {}))
+    texts = list(tree.iter("{http://www.w3.org/2000/svg}text"))
+    places = {str(text.text).split(": median")[0]: float(text.get("x", 0)) for text in texts[::-1]}
+    assert places["b"] - places["http://127.0.0.1:28041"] > 230
+
+
 def test_a_comparison_is_of_medians() -> None:
     """With their spread; figures that one side lacks are left out."""
     ours = [result(mean_ttft_ms=ms) for ms in (10.0, 30.0, 20.0)]

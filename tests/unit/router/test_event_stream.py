@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -207,12 +208,17 @@ class Sink:
         self.listener: Any = None
         self.sent: list[bytes] = []
         self.end = ""
+        self.room = 10**9
+        """Events after which the connection is full."""
 
     def send_head(self, status: int, headers: Any, body_bytes: int | None) -> None:
         assert (status, body_bytes) == (200, None)
 
     def send_body(self, data: bytes, is_last: bool = False) -> None:
         self.sent.append(data)
+        self.room -= 1
+        if self.room == 0:
+            self.listener.pause()
 
     def finish(self) -> None:
         self.end = "finished"
@@ -272,14 +278,42 @@ async def test_more_requests_than_anybody_can_read() -> None:
 
 
 async def test_a_slow_watcher_gets_what_it_missed_in_order() -> None:
-    """As soon as it reads again."""
+    """As soon as it reads again; of statuses only the latest one."""
     streams, sink = streams_and_sink()
     sink.listener.pause()
-    end(streams, *range(5))
+    for number in range(5):
+        end(streams, number)
+        streams._tell_status()
     assert len(sink.sent) == 1
+    sink.room = 2
     sink.listener.resume()
-    told = [json.loads(data.partition(b"data: ")[2]) for data in sink.sent[1:]]
+    assert len(sink.sent) == 3
+    sink.listener.resume()
+    *told, status = [json.loads(data.partition(b"data: ")[2]) for data in sink.sent[1:]]
     assert [record["id"] for record in told] == list("01234")
+    assert status["ended"]["requests"] == 5
+    end(streams, 5)
+    assert len(sink.sent) == 8
+    streams.close()
+
+
+async def test_a_status_takes_little_of_the_routers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes long comes less often."""
+
+    def snapshot() -> dict[str, Any]:
+        clock.now += 0.1
+        return {}
+
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(event_stream, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    streams, sink = EventStreams(snapshot, RequestLog(None, 10), Incidents()), Sink()
+    streams.begin(sink)  # type: ignore[arg-type]
+    assert streams._timer is not None
+    loop = asyncio.get_running_loop()
+    assert streams._timer.when() - loop.time() <= event_stream.INTERVAL_S
+    streams._timer.cancel()
+    streams._tick()
+    assert streams._timer.when() - loop.time() == pytest.approx(5.0, abs=0.1)
     streams.close()
 
 
