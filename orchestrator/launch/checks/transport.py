@@ -107,7 +107,7 @@ def _slow(subject: Subject, writer: NodeConfig, result: PairResult) -> Iterator[
             _ucx_keys(subject) or keys,
             f"between {pair} UCX chose {result.lane}, and a copy from process to process ("
             f"{COPY_LANE}) would be many times faster on one host",
-            "leave UCX_TLS out or add `cma` to it; if `rights` complains, give the right first",
+            _ucx_remedy(subject, name),
         )
     elif result.share < LEAST_SHARE[name]:
         yield warning(
@@ -140,6 +140,14 @@ def _ucx_keys(subject: Subject) -> tuple[str, ...]:
         if "UCX_TLS" in subject.config.pool(pool).env
     ]
     return tuple(own) or (("UCX_TLS",) if "UCX_TLS" in subject.environ else ())
+
+
+def _ucx_remedy(subject: Subject, name: str) -> str:
+    if _ucx_keys(subject):
+        return "leave UCX_TLS out, or add `cma` to it"
+    if name == "ucx":
+        return "use `nixl` or `local`, which copy"
+    return "give the right that the check `rights` names, or use `local` to be refused without it"
 
 
 def _in_words(result: PairResult) -> str:

@@ -36,7 +36,7 @@ BANDWIDTH_BUDGET_S = 0.4
 COPY_BUDGET_S = 0.2
 _SAID_LIMIT_BYTES = 1 << 20
 _BLOCK = re.compile(r"(?:ucp_put\*|ucp_tag_send\*)")
-_ROW = re.compile(r"\|\s*[\d.]+(?:\.\.(?:inf|[\d.]+))?\s*\|[^|]*\|\s*([^|]*?)\s*\|\s*$")
+_ROW = re.compile(r"\|\s*\d+[KMG]?(?:\.\.(?:inf|\d+[KMG]?))?\s*\|[^|]*\|\s*([^|]*?)\s*\|\s*$")
 _TITLE = re.compile(r"\|[^|]*(?:intra|inter)-node cfg#")
 
 
@@ -148,14 +148,14 @@ def lane_in(said: str) -> str:
     """
     lane, is_between, is_write = "", False, False
     for line in said.splitlines():
-        if _TITLE.search(line):
-            is_between, is_write = True, False
-        elif "self cfg#" in line:
-            is_between = is_write = False
-        elif is_between and _BLOCK.search(line):
+        if "cfg#" in line and "|" in line:
+            is_between, is_write = _TITLE.search(line) is not None, False
+        if is_between and _BLOCK.search(line):
             is_write = True
         elif is_write and (row := _ROW.search(line)):
             lane = row.group(1)
+        elif is_write and "from host memory" in line:
+            is_write = False
     return lane
 
 
