@@ -44,8 +44,6 @@ _SERVER_ATTRIBUTES = {
     "output_tokens": "gen_ai.usage.output_tokens",
     "status": "http.response.status_code",
     "request_id": "splitserve.request_id",
-    "id": "splitserve.id",
-    "endpoint": "splitserve.endpoint",
     "tenant": "splitserve.tenant",
     "decision": "splitserve.decision",
     "prefill_node": "splitserve.prefill_node",
@@ -61,9 +59,23 @@ _SERVER_ATTRIBUTES = {
     "transfer_exposed_ms": "splitserve.transfer.exposed_ms",
 }
 """Keys of a request's record, and what the request's span calls them."""
+_USUAL = {"expected_cached_tokens": 0, "attempts": 1, "continuations": 0}
+"""What is not worth an attribute; nor is an empty text."""
 
 
 _MOMENTS = ("dispatched_ms", "prefill_answered_ms", "first_data_ms", "last_data_ms")
+
+
+class _Resource(Resource):
+    """The exporter puts spans of one resource together by its hash, which the library makes anew
+    for each span out of all attributes, as JSON: a fifth of the time that a span takes.
+    """
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,9 @@ class SpanSource:
             "service.version": release,
             "service.instance.id": self.instance,
         }
-        object.__setattr__(self, "resource", Resource.create(told))
+        created = Resource.create(told)
+        resource = _Resource(created.attributes, created.schema_url)
+        object.__setattr__(self, "resource", resource)
         object.__setattr__(self, "scope", InstrumentationScope("splitserve", release))
 
 
@@ -143,7 +157,7 @@ class _RequestSpans:
             "gen_ai.request.model": model,
         }
         for key, name in _SERVER_ATTRIBUTES.items():
-            if (value := record.get(key)) is not None:
+            if (value := record.get(key)) is not None and value != _USUAL.get(key, ""):
                 attributes[name] = value
         for part, milliseconds in (record.get("parts") or {}).items():
             if milliseconds is not None:
