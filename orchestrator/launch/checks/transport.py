@@ -86,6 +86,13 @@ def _pairs(subject: Subject) -> list[tuple[NodeConfig, NodeConfig]]:
 
 def _failed(subject: Subject, writer: NodeConfig, reader: NodeConfig, error: TrialError) -> Problem:
     """What kept a pair from writing to each other."""
+    if error.is_late:
+        return warning(
+            f"{error.node.pool}.transfer.transport",
+            f"{error.node.name} could not be measured: {error.why}",
+            "try again when less else computes on its CPUs; a slow disk or name server takes time "
+            "too",
+        )
     why, _, fix = error.why.rpartition("; ")
     named = subject.config.pool(error.node.pool).env
     keys = [f"{error.node.pool}.env.{name}" for name in named if name.startswith("UCX_")]

@@ -43,9 +43,11 @@ _TITLE = re.compile(r"\|[^|]*(?:intra|inter)-node cfg#")
 class TrialError(Exception):
     """A side could not be set up, or bytes did not arrive; the message says whose and why."""
 
-    def __init__(self, node: NodeConfig, why: str) -> None:
+    def __init__(self, node: NodeConfig, why: str, *, is_late: bool = False) -> None:
         self.node = node
         self.why = why
+        self.is_late = is_late
+        """It only took too long, which a busy machine explains too."""
         super().__init__(f"{node.name}: {why}")
 
 
@@ -214,7 +216,7 @@ class _Side:
         while b"\n" not in self._pending:
             left = end - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise TrialError(self.node, f"no answer in {limit_s:g} s")
+                raise TrialError(self.node, f"no answer in {limit_s:g} s", is_late=True)
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 raise TrialError(self.node, self._ending())
