@@ -56,8 +56,10 @@ from splitserve.orchestrator.agent.readiness import (
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
+from splitserve.orchestrator.config import secret_variables
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
+from splitserve.orchestrator.launch.files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -172,6 +174,7 @@ class Agent:
                     return self._stopped()
         finally:
             relay.cancel()
+            (self._run_dir / f"{self.node.name}.secret").unlink(missing_ok=True)
             if self._leaving is not None:
                 self._leaving.cancel()
             await self._end(link)
@@ -231,10 +234,22 @@ class Agent:
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
         self._note(incarnation)
-        environ = clean_environment({NODE_MARKER_ENV: self.node.name})
-        environ |= secret_environment(self._secret, api_key)
+        environ = clean_environment(
+            {NODE_MARKER_ENV: self.node.name}, without=secret_variables(self._config)
+        )
+        environ |= secret_environment(self._written_secret(), api_key)
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
         return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
+
+    def _written_secret(self) -> Path:
+        """The file in which the engine finds the cluster secret; its environment can be read in
+        more places.
+        """
+        path = self._run_dir / f"{self.node.name}.secret"
+        text = self._secret.hex()
+        if not path.exists() or path.read_text() != text:
+            write_private(path, text.encode())
+        return path
 
     def _note(self, incarnation: str) -> None:
         """For the agent after this one; a full disk must not keep the node away."""

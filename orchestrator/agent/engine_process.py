@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.agent.processes import kill_descendants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from splitserve.orchestrator.agent.engine_log import EngineLog
     from splitserve.orchestrator.engines.command import EngineCommand
@@ -140,6 +140,9 @@ class EngineProcess:
             self._on_stage()
 
 
-def clean_environment(markers: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for an engine, with the markers of its node."""
-    return {**os.environ, **markers}
+def clean_environment(markers: Mapping[str, str], without: Collection[str]) -> dict[str, str]:
+    """This process's environment for an engine, with the markers of its node and without what it
+    must not know.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    return {**inherited, **markers}

@@ -9,9 +9,12 @@ from splitserve.orchestrator.config.autotune_schema import AutotuneConfig
 from splitserve.orchestrator.config.cache_schema import CacheConfig, QuotaConfig, TierConfig
 from splitserve.orchestrator.config.credentials import (
     SECRET_ENV,
+    SECRET_FILE_ENV,
     cache_secret,
     cluster_secret,
     secret_for,
+    secret_variables,
+    shared_secret,
     tenant_tag,
     tenants_by_key,
 )
@@ -42,6 +45,7 @@ from splitserve.orchestrator.config.schema import (
 
 __all__ = [
     "SECRET_ENV",
+    "SECRET_FILE_ENV",
     "ApiKeyConfig",
     "AutotuneConfig",
     "CacheConfig",
@@ -72,6 +76,8 @@ __all__ = [
     "parse",
     "router_url",
     "secret_for",
+    "secret_variables",
+    "shared_secret",
     "tenant_tag",
     "tenants_by_key",
 ]

@@ -31,18 +31,24 @@ class NodeConfig:
     """Loopback port of the connector's endpoint, for the agent."""
     control_port_base: int
     """Rank r of the engine listens on ``control_port_base + r``."""
-    data_port_base: int = 0
+    data_port_base: int
     """Rank r receives pages on ``data_port_base + r``; 0: on any port."""
+    host: str
+    """Where its HTTP server listens."""
+    transfer_host: str
+    """Where its ranks listen for each other and for pages."""
+    advertise_host: str
+    """Where the router and other engines find both; empty: where they listen."""
 
     @property
     def engine_url(self) -> str:
         """Base URL of the engine's HTTP server, for its agent."""
-        return f"http://{bracketed(self.settings.host)}:{self.http_port}"
+        return f"http://{bracketed(reachable(self.host))}:{self.http_port}"
 
     @property
     def advertised_url(self) -> str:
         """The same, for the router."""
-        host = self.settings.advertise_host or self.settings.host
+        host = self.advertise_host or reachable(self.host)
         return f"http://{bracketed(host)}:{self.http_port}"
 
     @property
@@ -54,7 +60,7 @@ class NodeConfig:
     def control_addresses(self) -> tuple[str, ...]:
         """ZeroMQ addresses by which peers reach the engine's ranks, in rank order."""
         ranks = range(self.settings.engine_args.tensor_parallel_size)
-        host = bracketed(self.settings.advertise_host or self.settings.transfer.host)
+        host = bracketed(self.advertise_host or self.transfer_host)
         return tuple(f"tcp://{host}:{self.control_port_base + rank}" for rank in ranks)
 
 
@@ -66,10 +72,14 @@ def nodes(config: ClusterConfig) -> list[NodeConfig]:
 
 
 def router_url(config: ClusterConfig) -> str:
-    """Where a process of this machine reaches the router."""
-    host = config.router.host
-    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    """Where agents and operators reach the router."""
+    host = config.router.advertise_host or reachable(config.router.host)
     return f"http://{bracketed(host)}:{config.router.port}"
+
+
+def reachable(host: str) -> str:
+    """Where a process of the same machine reaches a listener on ``host``."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def bracketed(host: str) -> str:
@@ -89,6 +99,7 @@ def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
     ranks = settings.engine_args.tensor_parallel_size
     base, control = settings.port_base, settings.transfer.port_base
     data = settings.transfer.data_port_base
+    hosts = settings.hosts
     return [
         NodeConfig(
             name=f"{pool}-{index}",
@@ -101,8 +112,11 @@ def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
             endpoint_port=base + 2 * index + 1 if base else 0,
             control_port_base=control + index * ranks if control else 0,
             data_port_base=data + index * ranks if data else 0,
+            host=hosts[index] if hosts else settings.host,
+            transfer_host=hosts[index] if hosts else settings.transfer.host,
+            advertise_host="" if hosts else settings.advertise_host,
         )
-        for index in range(settings.replicas)
+        for index in range(len(hosts[: settings.replicas]) if hosts else settings.replicas)
     ]
 
 

@@ -53,6 +53,11 @@ class RouterConfig(Section):
     `security.api_keys` then.
     """
 
+    advertise_host: str = ""
+    """Address or name by which agents and operators reach the router, when it is not the one it
+    listens on: `0.0.0.0`, a Kubernetes service, NAT. Empty: the address it listens on.
+    """
+
     port: Port = 8000
     """TCP port of the OpenAI API; 0 takes a free one at start."""
 
@@ -230,6 +235,13 @@ class PoolConfig(Section):
     env: dict[VariableName, VariableValue] = Field(default={})
     """Environment variables of the engines; they win over those that splitserve sets. Values of
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
+    """
+
+    hosts: list[Host] | None = None
+    """Address or name of each node's machine, one per replica: the node listens there (HTTP,
+    control channel, pages) and is reached there. For a cluster on several machines, whose nodes are
+    started one by one with `splitserve node`; takes the place of `host`, `transfer.host` and
+    `advertise_host`.
     """
 
     host: Host = "127.0.0.1"

@@ -69,6 +69,11 @@ class ClusterFiles:
         return self.run_dir / "operator.token"
 
     @property
+    def secret_path(self) -> Path:
+        """The cluster secret of the run."""
+        return self.run_dir / "cluster.secret"
+
+    @property
     def profile_path(self) -> Path:
         """What its engines take for what, as it was last measured; outlives the runs."""
         return self.run_dir / "profile.json"
@@ -135,7 +140,8 @@ class ClusterFiles:
 
     def remove_record(self) -> None:
         """The cluster has been stopped."""
-        self.token_path.unlink(missing_ok=True)
+        for path in (self.token_path, *self.run_dir.glob("*.secret")):
+            path.unlink(missing_ok=True)
         self.record_path.unlink(missing_ok=True)
 
     def begin_run(self, resolved: str, operator_token: str) -> None:
@@ -143,7 +149,7 @@ class ClusterFiles:
         operators' token written.
         """
         self._make_folders()
-        for pattern in ("*.status.json", "*.incarnation", "*.start", "cache.json"):
+        for pattern in ("*.status.json", "*.incarnation", "*.start", "*.secret", "cache.json"):
             for old in self.run_dir.glob(pattern):
                 old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())

@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
 from splitserve.kv_transfer.cache.socket_path import is_listening
-from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.kv_transfer.channel import SECRET_FILE_ENV
 from splitserve.orchestrator.agent.agent import EXIT_ENGINE_FAILED, EXIT_STOPPED
 from splitserve.orchestrator.agent.processes import (
     NODE_MARKER_ENV,
@@ -28,7 +28,13 @@ from splitserve.orchestrator.agent.processes import (
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import last_role, read_status, status_path
-from splitserve.orchestrator.config import cache_secret, nodes, router_url
+from splitserve.orchestrator.config import (
+    SECRET_ENV,
+    cache_secret,
+    nodes,
+    router_url,
+    secret_variables,
+)
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
 from splitserve.orchestrator.launch.cache_settings import cache_settings
@@ -92,6 +98,7 @@ class LocalLauncher:
         """See ``Launcher``."""
         become_subreaper()
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(self.files.secret_path, self._secret.hex().encode())
         if self.config.cache is not None:
             settings = cache_settings(self.config.cache, self._secret)
             write_private(self.files.cache_settings_path, msgspec.json.encode(settings))
@@ -157,7 +164,7 @@ class LocalLauncher:
         argv = [sys.executable, "-m", CACHE_PROGRAM, str(self.files.cache_settings_path)]
         child = self._child(CACHE, "the cache server", argv, self._log_dir / "cache.log")
         child.final_exits = frozenset({CACHE_EXIT_REFUSED})
-        del child.env[SECRET_ENV]
+        del child.env[SECRET_FILE_ENV]
         if cache.encrypt:
             child.env[CACHE_SECRET_ENV] = cache_secret(self.config, self._secret).hex()
         return child
@@ -178,9 +185,10 @@ class LocalLauncher:
         return child
 
     def _child(self, name: str, title: str, argv: list[str], log_path: Path) -> Child:
+        unknown = secret_variables(self.config) if name != ROUTER else {SECRET_ENV}
         env = {
-            **os.environ,
-            SECRET_ENV: self._secret.hex(),
+            **{key: value for key, value in os.environ.items() if key not in unknown},
+            SECRET_FILE_ENV: str(self.files.secret_path),
             RUN_MARKER_ENV: self.run,
             NODE_MARKER_ENV: name,
         }

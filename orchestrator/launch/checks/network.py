@@ -131,6 +131,9 @@ def _hosts(config: ClusterConfig) -> dict[str, str]:
     hosts = {"router.host": config.router.host}
     for pool in POOLS:
         settings = config.pool(pool)
+        if settings.hosts is not None:
+            hosts |= {f"{pool}.hosts[{index}]": host for index, host in enumerate(settings.hosts)}
+            continue
         hosts |= {f"{pool}.host": settings.host, f"{pool}.transfer.host": settings.transfer.host}
     return hosts
 
