@@ -14,6 +14,7 @@ import msgspec
 
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
+from splitserve.orchestrator.cli.router_tls import tls_files
 from splitserve.orchestrator.config import dump_resolved, nodes
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
@@ -75,6 +76,7 @@ class _Run:
             phase="starting",
             started=time.time(),
             log_dir=str(plan.config.observability.log_dir),
+            tls=tls_files(plan.config.security.tls),
         )
 
     async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:

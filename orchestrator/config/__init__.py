@@ -40,6 +40,7 @@ from splitserve.orchestrator.config.schema import (
     RouterConfig,
     SecurityConfig,
     SupervisionConfig,
+    TlsConfig,
     TransferConfig,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "SecurityConfig",
     "SupervisionConfig",
     "TierConfig",
+    "TlsConfig",
     "TransferConfig",
     "builtin_names",
     "cache_secret",

@@ -49,8 +49,11 @@ OWNED_ENGINE_ARGS = {
     "config": "write the engine's options under `engine_args`",
     "speculative_config": "speculative decoding cannot be combined with a split yet",
     "uds": "the router reaches engines over TCP",
-    "ssl_keyfile": "the engines listen on loopback; put TLS in front of the router",
-    "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
+    "ssl_keyfile": "set `security.tls.key_file`",
+    "ssl_certfile": "set `security.tls.cert_file`",
+    "ssl_ca_certs": "set `security.tls.client_ca_file`",
+    "ssl_cert_reqs": "set `security.tls.client_ca_file`",
+    "enable_ssl_refresh": "the engines read `security.tls.cert_file` again when it changes",
 }
 """Flags that splitserve sets itself, and what to write instead."""
 SECRET_FLAG = re.compile(r"(^|(?<!_per_prompt)_)(token|secret|password|credentials?|api_key)$")

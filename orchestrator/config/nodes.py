@@ -39,17 +39,19 @@ class NodeConfig:
     """Where its ranks listen for each other and for pages."""
     advertise_host: str
     """Where the router and other engines find both; empty: where they listen."""
+    scheme: str
+    """``https`` with ``security.tls``, else ``http``."""
 
     @property
     def engine_url(self) -> str:
         """Base URL of the engine's HTTP server, for its agent."""
-        return f"http://{bracketed(reachable(self.host))}:{self.http_port}"
+        return f"{self.scheme}://{bracketed(reachable(self.host))}:{self.http_port}"
 
     @property
     def advertised_url(self) -> str:
         """The same, for the router."""
         host = self.advertise_host or reachable(self.host)
-        return f"http://{bracketed(host)}:{self.http_port}"
+        return f"{self.scheme}://{bracketed(host)}:{self.http_port}"
 
     @property
     def endpoint_address(self) -> str:
@@ -68,13 +70,18 @@ def nodes(config: ClusterConfig) -> list[NodeConfig]:
     """Every node, prefill first. Ports are 0 where the configuration has not been given its ports
     yet (``launch.ports``).
     """
-    return [node for pool in POOLS for node in _nodes_of(pool, config.pool(pool))]
+    return [node for pool in POOLS for node in _nodes_of(pool, config)]
 
 
 def router_url(config: ClusterConfig) -> str:
     """Where agents and operators reach the router."""
     host = config.router.advertise_host or reachable(config.router.host)
-    return f"http://{bracketed(host)}:{config.router.port}"
+    return f"{scheme_of(config)}://{bracketed(host)}:{config.router.port}"
+
+
+def scheme_of(config: ClusterConfig) -> str:
+    """What the router and the engines speak: ``http`` or ``https``."""
+    return "https" if config.security.tls is not None else "http"
 
 
 def reachable(host: str) -> str:
@@ -95,7 +102,8 @@ def node(config: ClusterConfig, name: str) -> NodeConfig:
     return known[name]
 
 
-def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
+def _nodes_of(pool: str, config: ClusterConfig) -> list[NodeConfig]:
+    settings = config.pool(pool)
     ranks = settings.engine_args.tensor_parallel_size
     base, control = settings.port_base, settings.transfer.port_base
     data = settings.transfer.data_port_base
@@ -115,6 +123,7 @@ def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
             host=hosts[index] if hosts else settings.host,
             transfer_host=hosts[index] if hosts else settings.transfer.host,
             advertise_host="" if hosts else settings.advertise_host,
+            scheme=scheme_of(config),
         )
         for index in range(len(hosts[: settings.replicas]) if hosts else settings.replicas)
     ]

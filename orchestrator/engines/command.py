@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import import_module
+from ssl import CERT_REQUIRED
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -128,6 +129,7 @@ def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> lis
     settings, args = node.settings, node.settings.engine_args
     argv = ["--model", model, "--served-model-name", config.model.name]
     argv += ["--host", node.host, "--port", str(node.http_port)]
+    argv += _tls_arguments(config)
     argv += ["--block-size", str(args.block_size)]
     argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
@@ -137,6 +139,16 @@ def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> lis
         ("--max-num-batched-tokens", args.max_num_batched_tokens),
     ):
         argv += [flag, str(value)] if value is not None else []
+    return argv
+
+
+def _tls_arguments(config: ClusterConfig) -> list[str]:
+    tls = config.security.tls
+    if tls is None:
+        return []
+    argv = ["--ssl-certfile", tls.cert_file, "--ssl-keyfile", tls.key_file, "--enable-ssl-refresh"]
+    if tls.client_ca_file is not None:
+        argv += ["--ssl-ca-certs", tls.client_ca_file, "--ssl-cert-reqs", str(int(CERT_REQUIRED))]
     return argv
 
 

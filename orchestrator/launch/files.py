@@ -23,6 +23,15 @@ class RunningClusterError(Exception):
     """A cluster of that name runs already."""
 
 
+class TlsFiles(msgspec.Struct, kw_only=True, frozen=True):
+    """Paths of ``security.tls``."""
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+    client_ca_file: str | None = None
+
+
 class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     """The content of ``NAME.json``."""
 
@@ -40,6 +49,8 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     started: float
     """Unix time."""
     log_dir: str
+    tls: TlsFiles | None = None
+    """How its router is verified; None where it speaks plain HTTP."""
 
 
 @dataclass(frozen=True)

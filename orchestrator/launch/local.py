@@ -36,6 +36,7 @@ from splitserve.orchestrator.config import (
     secret_variables,
 )
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
 from splitserve.orchestrator.launch.cache_settings import cache_settings
 from splitserve.orchestrator.launch.child_logs import shortened, tail
@@ -80,6 +81,7 @@ class LocalLauncher:
         self.files = files
         self.run = run
         self.url = router_url(config)
+        self._tls = client_context(config.security.tls)
         self._model = model
         self._secret = secret
         self._say = say
@@ -217,10 +219,11 @@ class LocalLauncher:
         if self._router.state != "running":
             return self._router.state
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+        tls = self._tls if self._tls is not None else True
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.url}/health") as response,
+                session.get(f"{self.url}/health", ssl=tls) as response,
             ):
                 return "ready" if response.status == 200 else "waits for nodes"
         except (aiohttp.ClientError, OSError, TimeoutError):

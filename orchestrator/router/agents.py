@@ -81,7 +81,9 @@ class AgentConnection:
 class AgentHub:
     """All agents; performs the core's orders to nodes."""
 
-    def __init__(self, secret: bytes, incidents: Incidents) -> None:
+    def __init__(self, secret: bytes, incidents: Incidents, *, scheme: str = "http") -> None:
+        """``scheme`` is what the router and its engines speak."""
+        self._scheme = scheme
         self.driver: CoreDriver | None = None
         self.loading: dict[str, msg.LoadingProgress] = {}
         """What nodes that are not ready yet are doing, for people to read."""
@@ -196,10 +198,8 @@ class AgentHub:
         assert self.driver is not None
         match frame:
             case msg.AgentHello(description=description, role=role):
-                try:
-                    EngineAddress.of(description.engine_url)
-                except ValueError as error:
-                    connection.send(msg.RefuseNode(reason=str(error)))
+                if problem := self._address_problem(description):
+                    connection.send(msg.RefuseNode(reason=problem))
                     return
                 older = self._connections.get(description.node)
                 if older is not None and older is not connection:
@@ -223,6 +223,19 @@ class AgentHub:
                 self.last_death[node] = frame
                 self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
+
+    def _address_problem(self, description: msg.NodeDescription) -> str:
+        """Why the router could not use the engine's address."""
+        try:
+            address = EngineAddress.of(description.engine_url)
+        except ValueError as error:
+            return str(error)
+        if address.is_tls != (self._scheme == "https"):
+            return (
+                f"its engine on {description.host} serves {description.engine_url}, but the router "
+                f"speaks {self._scheme}; give both the same security.tls and start the node again"
+            )
+        return ""
 
     def _lost(self, connection: AgentConnection) -> None:
         description = connection.description
