@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import aiohttp
 import msgspec
 from msgspec import structs
 
-from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.agent.auth import HOST_HEADER, agent_token
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
     EngineDied,
@@ -78,7 +79,7 @@ class RouterLink:
         self._connection_lost = asyncio.Event()
         self._connection_lost.set()
         self._url = router_url + PATH
-        self._headers = {"Authorization": f"Bearer {agent_token(secret)}"}
+        self._headers = agent_headers(secret)
         self._on_message = on_message
         self._hello: AgentHello | None = None
         self._hello_sent = False
@@ -226,7 +227,7 @@ class RouterLink:
                 self._deaths_sent.set()
                 if self._hello is not None and not self._hello_sent:
                     self._hello_sent = True
-                    await self._send(socket, self._hello)
+                    await self._send(socket, structs.replace(self._hello, unix_s=time.time()))
                 if self._fresh is not None:
                     frame, self._fresh = self._fresh, None
                     await self._send(socket, frame)
@@ -242,6 +243,14 @@ class RouterLink:
     async def _send(self, socket: aiohttp.ClientWebSocketResponse, frame: FromAgent) -> None:
         async with asyncio.timeout(_SEND_TIMEOUT_S):
             await socket.send_str(_encode(frame).decode())
+
+
+def agent_headers(secret: bytes) -> dict[str, str]:
+    """What an agent proves, and where it is, for the router's log."""
+    return {
+        "Authorization": f"Bearer {agent_token(secret)}",
+        HOST_HEADER: socket.gethostname()[:64],
+    }
 
 
 def obstacle_of(error: Exception) -> str:

@@ -10,17 +10,11 @@ import msgspec
 
 from splitserve.orchestrator.config import TlsConfig
 from splitserve.orchestrator.config.tls import client_context
-from splitserve.orchestrator.launch.files import TlsFiles
 
 if TYPE_CHECKING:
     import ssl
 
     from splitserve.orchestrator.launch.files import ClusterRecord
-
-
-def tls_files(tls: TlsConfig | None) -> TlsFiles | None:
-    """What the record of a running cluster says of its certificates."""
-    return TlsFiles(**tls.model_dump()) if tls is not None else None
 
 
 def router_tls(record: ClusterRecord) -> ssl.SSLContext | None:

@@ -14,10 +14,9 @@ import msgspec
 
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
-from splitserve.orchestrator.cli.router_tls import tls_files
 from splitserve.orchestrator.config import dump_resolved, nodes
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord, tls_files
 from splitserve.orchestrator.launch.local import LocalLauncher
 
 if TYPE_CHECKING:

@@ -4,22 +4,26 @@ on several machines.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import TYPE_CHECKING
 
 import click
 
 from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
-from splitserve.orchestrator.config import ConfigError, router_url, tenants_by_key
+from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.single import (
     holding,
-    single,
+    recorded,
+    single_cache,
     single_node,
+    single_router,
     written_cache_settings,
 )
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.launch.single import SingleNode
 
 
 @click.command()
@@ -38,18 +42,19 @@ def node(
     The cluster secret comes from SPLITSERVE_SECRET, SPLITSERVE_SECRET_FILE or security.secret_file.
     Exit status 0 after a stop or a drain, 2 when nothing was started, 3 when the engine failed.
     """
-    prepared = single(cluster, os.environ)
-    found = single_node(prepared, name, host=host, advertise_host=advertise_host)
-    url = router if router is not None else _router_url(prepared.config)
+    prepared = single_node(
+        cluster, os.environ, name, router=router, host=host, advertise_host=advertise_host
+    )
     from splitserve.orchestrator.agent.run import run
 
+    _ask_router(prepared)
     with holding(prepared, name) as folder:
         status = run(
             prepared.config,
-            found.node,
-            model=found.model,
+            prepared.node,
+            model=prepared.model,
             secret=prepared.secret,
-            router_url=url.rstrip("/"),
+            router_url=prepared.router_url,
             run_dir=folder,
         )
     raise click.exceptions.Exit(status)
@@ -63,13 +68,11 @@ def router_command(cluster: str) -> None:
     Nodes find it by themselves, and it uses them when they do. Exit status 0 after a stop, 2 when
     nothing was started, 3 when its port is taken.
     """
-    prepared = single(cluster, os.environ)
-    _router_url(prepared.config)
-    keys = tenants_by_key(prepared.config, os.environ)
+    prepared = single_router(cluster, os.environ)
     from splitserve.orchestrator.router.run import run
 
-    with holding(prepared, "router"):
-        status = run(prepared.config, prepared.secret, keys)
+    with holding(prepared, "router"), recorded(prepared):
+        status = run(prepared.config, prepared.secret, prepared.tenant_by_key)
     raise click.exceptions.Exit(status)
 
 
@@ -79,7 +82,7 @@ def cache_server(cluster: str) -> None:
     """Run the cache server of this machine for the nodes of CLUSTER that run here, until
     SIGTERM.
     """
-    prepared = single(cluster, os.environ)
+    prepared = single_cache(cluster, os.environ)
     from splitserve.kv_transfer.cache.__main__ import serve
 
     with holding(prepared, "cache") as folder:
@@ -89,10 +92,14 @@ def cache_server(cluster: str) -> None:
     raise click.exceptions.Exit(status)
 
 
-def _router_url(config: ClusterConfig) -> str:
-    """Raises ``ConfigError`` for a port that only its own process could know."""
-    if config.router.port == 0:
-        raise ConfigError(
-            ["router.port: 0 takes a free port, which nodes elsewhere cannot know; give one"]
-        )
-    return router_url(config)
+def _ask_router(node: SingleNode) -> None:
+    """Raises ``RefusedError`` when it would never take the node."""
+    from splitserve.orchestrator.agent.first_contact import RouterRefusesError, ask_router
+
+    tls = client_context(node.config.security.tls)
+    try:
+        lines = asyncio.run(ask_router(node.router_url, node.secret, tls))
+    except RouterRefusesError as error:
+        raise RefusedError(f"{node.node.name} was not started: {error}") from error
+    for line in lines:
+        click.echo(f"warning: {line}", err=True)

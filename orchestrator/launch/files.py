@@ -14,9 +14,12 @@ import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config import TlsConfig
 
 
 class RunningClusterError(Exception):
@@ -49,6 +52,10 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     started: float
     """Unix time."""
     log_dir: str
+    launcher: str = "local"
+    """``local``: an ``up`` that holds every process; ``none``: the router alone, whose nodes are
+    started by somebody else.
+    """
     tls: TlsFiles | None = None
     """How its router is verified; None where it speaks plain HTTP."""
 
@@ -186,6 +193,11 @@ class ClusterFiles:
         for folder in (state_home(), self.run_dir):
             with contextlib.suppress(PermissionError):
                 folder.chmod(0o700)
+
+
+def tls_files(tls: TlsConfig | None) -> TlsFiles | None:
+    """What the record of a running cluster says of its certificates."""
+    return TlsFiles(**tls.model_dump()) if tls is not None else None
 
 
 def state_home() -> Path:

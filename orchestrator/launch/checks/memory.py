@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.finding import Finding, failure, warning
@@ -46,7 +45,7 @@ def memory(subject: Subject) -> Finding:
     check, config = "memory", subject.config
     if subject.running is not None:
         return Finding(check, "taken by the running cluster")
-    on_cpu = [node for node in nodes(config) if node.gpus is None]
+    on_cpu = [node for node in subject.nodes if node.gpus is None]
     kv = sum(
         node.settings.kv_cache_bytes * node.settings.engine_args.tensor_parallel_size
         for node in on_cpu
@@ -82,7 +81,7 @@ def shared_memory(subject: Subject) -> Finding:
     """
     check = "shared_memory"
     needed = 0
-    for node in nodes(subject.config):
+    for node in subject.nodes:
         ranks = node.settings.engine_args.tensor_parallel_size
         if subject.config.engine == "vllm":
             needed += ranks * (SHARED_ENGINE_BYTES + (SHARED_RANK_BYTES if ranks > 1 else 0))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.launch.checks.autotune import autotune
 from splitserve.orchestrator.launch.checks.cache import cache
+from splitserve.orchestrator.launch.checks.certificates import certificates
 from splitserve.orchestrator.launch.checks.configuration import (
     configuration,
     folders,
@@ -65,6 +66,7 @@ CHECKS = (
     Check("policy", policy),
     Check("autotune", autotune),
     Check("secrets", secrets),
+    Check("certificates", certificates),
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),
