@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,11 @@ def test_no_secret_is_where_somebody_looks(named: UpProcess, secret_file: Path, 
         if "engines.mock.server" in told[-1] or "agent.guard" in told[-1]:
             assert key not in environ.values()
     config = str(named.output_path.with_name("cluster.yaml"))
-    for arguments in (["status", "--json"], ["up", config, "--dry-run"], ["doctor", config]):
+    for arguments in (
+        ["status", "--json"],
+        ["up", config, "--dry-run"],
+        ["doctor", config, "--quick"],
+    ):
         result = named.run(*arguments)
         told += [result.stdout, result.stderr]
     told += [path.read_text(errors="replace") for path in [*named.logs(), named.output_path]]
@@ -266,12 +271,13 @@ class Apart:
             check=False,
         )
 
-    def node(self, name: str) -> dict[str, Any]:
-        """What the commands on the router's machine tell of a node."""
-        status = self.run(0, *SPLITSERVE, "status", "--json")
-        clusters = json.loads(status.stdout or "{}").get("clusters", [])
-        nodes = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
-        return nodes.get(name, {})
+    def is_ready(self, machine: int, name: str) -> bool:
+        """Whether the node's own machine says so."""
+        path = self._folder / f"state-{machine}" / "splitserve" / "apart" / f"{name}.status.json"
+        if not path.exists():
+            return False
+        found = json.loads(path.read_bytes())
+        return bool(found["phase"] == "ready" and found["router_connected"])
 
     def story(self) -> str:
         """All logs."""
@@ -298,22 +304,20 @@ def test_processes_in_two_network_namespaces_serve_together(
         stack.enter_context(cluster.running(0, "router", **{KEY_ENV: key}))
         stack.enter_context(cluster.running(0, "node", "decode-0"))
         stack.enter_context(cluster.running(1, "node", "prefill-0"))
-        for name in ("prefill-0", "decode-0"):
-            wait_for(
-                lambda name=name: cluster.node(name).get("phase") == "ready",  # type: ignore[misc]
-                60,
-                name,
-                cluster.story,
-            )
+        for machine, name in ((1, "prefill-0"), (0, "decode-0")):
+            wait_for(partial(cluster.is_ready, machine, name), 60, name, cluster.story)
+        status = cluster.run(0, *SPLITSERVE, "status", "--json")
+        phases = {n["node"]: n["phase"] for n in json.loads(status.stdout)["clusters"][0]["nodes"]}
+        assert phases == {"prefill-0": "ready", "decode-0": "ready"}
         url = f"https://[{one}]:21000"
         asked = cluster.run(
             1, sys.executable, "-c", ASK, url, str(authority.path), key, given=json.dumps(_body())
         )
         assert asked.returncode == 0, f"{asked.stderr}\n{cluster.story()}"
         assert json.loads(asked.stdout)["choices"][0]["text"] == alone(PROMPT)
-        router_log = (tmp_path / "router.log").read_text()
-        assert '"decision":"split"' in router_log
-        assert '"prefill_node":"prefill-0"' in router_log
+        log = tmp_path / "router.log"
+        split = '"decision":"split","prefill_node":"prefill-0"'
+        wait_for(lambda: split in log.read_text(), 10, "the request's line", cluster.story)
 
         strange = tmp_path / "strange"
         strange.touch(mode=0o600)
@@ -322,11 +326,7 @@ def test_processes_in_two_network_namespaces_serve_together(
         refused = cluster.run(1, *node, SPLITSERVE_SECRET_FILE=str(strange))
         assert refused.returncode == 2
         assert "another cluster secret" in refused.stderr
-        wait_for(
-            lambda: "has another cluster secret" in (tmp_path / "router.log").read_text(),
-            10,
-            "the router's word",
-        )
+        wait_for(lambda: "has another cluster secret" in log.read_text(), 10, "the router's word")
         elsewhere = cluster.run(0, *node)
         assert elsewhere.returncode == 2
         assert f"cannot listen on {other}" in elsewhere.stderr
