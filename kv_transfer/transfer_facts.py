@@ -6,8 +6,12 @@ whoever joins the two sides knows how the clocks relate.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Of a monotonic clock. What is beyond is no time, and no message."""
 UNTAKEN_LIMIT_TRANSFERS = 1_024
 """Ended transfers whose facts wait to be taken, at each station on their way; the oldest go
 first.
@@ -23,7 +27,7 @@ class LayerWrite(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     first_layer: int
     last_layer: int
-    at: float
+    at: Seconds
     """When the last of them was complete."""
     pages: int
     bytes: int
@@ -37,13 +41,13 @@ class SendFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     rank: int
     outcome: str
     """``delivered``, or why not everything was."""
-    ended: float
+    ended: Seconds
     """When the last page was written, or the fence was given."""
-    started: float | None = None
+    started: Seconds | None = None
     """When the first step of the prompt began."""
-    computed: float | None = None
+    computed: Seconds | None = None
     """When the prompt's last step left the last layer."""
-    first_write: float | None = None
+    first_write: Seconds | None = None
     """When the first write was handed to the transport."""
     pages: int = 0
     bytes: int = 0
@@ -62,11 +66,11 @@ class ReceiveFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Of its engine; each of them tells its own part."""
     outcome: str
     """``landed``, or why the pages are not all there."""
-    ended: float
+    ended: Seconds
     """When the request could be scheduled, with its pages or without."""
-    reserved: float | None = None
+    reserved: Seconds | None = None
     """When the pages were allocated."""
-    granted: float | None = None
+    granted: Seconds | None = None
     """When the first grant left."""
     pages: int = 0
     bytes: int = 0

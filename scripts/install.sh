@@ -30,9 +30,11 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server chromium" install_system_packages "$engine"
+  once system-packages "$engine redis-server promtool" install_system_packages "$engine"
+  once browser chromium begin_browser
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
+  end_browser
 }
 
 # --- what to install -------------------------------------------------------------------------------------------------
@@ -96,18 +98,52 @@ install_system_packages() {
 
 # What only tests need is not worth an error where it cannot be installed.
 install_test_programs() {
-  local missing=()
-  command -v redis-server >/dev/null || missing+=(redis-server)
-  if ! command -v chromium >/dev/null; then
-    # Ubuntu's package of that name only points to a snap
-    if grep -qs '^ID=debian' /etc/os-release; then missing+=(chromium); else say "note: 'chromium' is missing; the tests of the dashboard need it"; fi
-  fi
-  if [ ${#missing[@]} = 0 ]; then return; fi
+  install_promtool
+  if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    debian_packages "${missing[*]}" "for the tests of the cache and of the dashboard"
+    debian_packages redis-server "for the tests of the cache"
   else
-    say "note: missing: ${missing[*]}; the tests of the cache's redis tier and of the dashboard need them"
+    say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
   fi
+}
+
+# Beside the steps that follow, which mostly download. Ubuntu's package of that name only points to a snap.
+BROWSER_PID=
+begin_browser() {
+  if command -v chromium >/dev/null; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && grep -qs '^ID=debian' /etc/os-release; then
+    say "  Debian package chromium (for the tests of the dashboard, 113 MB), meanwhile ..."
+    install_debian_packages chromium >build/browser.log 2>&1 9>&- </dev/null &
+    BROWSER_PID=$!
+  else
+    say "note: 'chromium' is missing; the tests of the dashboard need it"
+  fi
+}
+
+end_browser() {
+  if [ -n "$BROWSER_PID" ] && ! wait "$BROWSER_PID"; then
+    rm -f "$VENV/.installed-browser"
+    say "note: 'chromium' could not be installed (see build/browser.log); the tests of the dashboard need it"
+  fi
+}
+
+# Prometheus's own judge of rules and expressions, out of Debian's package, which is not installed: it would start a server.
+install_promtool() {
+  if command -v promtool >/dev/null || [ -x "$VENV/bin/promtool" ]; then return; fi
+  if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then
+    step "promtool, for the tests of alerts and dashboard (19 MB)" fetch_promtool
+  else
+    say "note: 'promtool' is missing; the tests of alerts and dashboard need it"
+  fi
+}
+
+fetch_promtool() {
+  local folder
+  folder=$(mktemp -d)
+  (cd "$folder" && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; })
+  dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -x -C "$folder" ./usr/bin/promtool
+  mv "$folder/usr/bin/promtool" "$VENV/bin/promtool"
+  rm -rf "$folder"
 }
 
 install_engine_cpu() {
@@ -132,7 +168,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,tracing]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 
@@ -188,9 +224,9 @@ debian_packages() {
 }
 
 install_debian_packages() {
-  apt-get update
+  apt-get -o DPkg::Lock::Timeout=300 update
   # shellcheck disable=SC2086  # several names in one string
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $1
+  DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends $1
 }
 
 main

@@ -74,13 +74,12 @@ class Desk:
         incidents = Incidents()
         agents = AgentHub(secret, incidents)
         metrics, log = RouterMetrics(core), RequestLog(None, 1_024)
+        log.on_final.append(metrics.account_for)
         events = EventStreams(dict, log, incidents)
 
         def on_end(timeline: Any, tally: Any) -> None:
             metrics.observe(timeline)
-            log.add(timeline, tally)
-            if events.are_on:
-                events.ended(timeline, tally)
+            log.add(timeline, tally, agents.facts_of(timeline))
 
         engines: Any = NoEngines()
         self._driver = CoreDriver(core, engines, agents, secret, on_end, incidents)
@@ -91,6 +90,7 @@ class Desk:
             tenants,
             metrics,
             log,
+            agents.transfers,
             MODEL,
             frozenset(),
             None,

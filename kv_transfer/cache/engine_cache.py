@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.orders import CacheNews, Loaded
     from splitserve.kv_transfer.cache.settings import CacheClientConfig
 
-GAUGES = frozenset({
-    "cache_connected",
-    "cache_copy_bytes_per_s",
-    "cache_held_bytes",
-    "cache_prefill_tokens_per_s",
-})  # fmt: skip
-"""Figures of an engine's end of the cache that go up and down; the others only grow."""
 LOOKUP_WAIT_S = 0.5e-3
 """How long the scheduler waits for the answer to a look-up before it goes on without."""
 LOADS_PER_REQUEST_LIMIT = 2

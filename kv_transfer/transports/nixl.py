@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -377,6 +378,14 @@ def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _builds() -> tuple[str, ...]:
+    """In the order in which they are tried. The one that picks asks torch for its CUDA, and to that
+    end imports it, for seconds, where it is a CPU build: so an only one is not picked from.
+    """
+    found = tuple(build for build in _BUILDS[1:] if importlib.util.find_spec(build) is not None)
+    return found if len(found) == 1 and "torch" not in sys.modules else _BUILDS
+
+
 def _load(net_devices: str) -> Any:
     """NIXL's Python interface, imported after UCX has been told which devices it may use."""
     if net_devices:
@@ -387,7 +396,7 @@ def _load(net_devices: str) -> Any:
     if "ucxx" in sys.modules:
         raise TransportError("ucxx is loaded in this process: it brings another UCX than NIXL")
     reasons = []
-    for build in _BUILDS:
+    for build in _builds():
         try:
             return importlib.import_module(f"{build}._api")
         except ImportError as error:

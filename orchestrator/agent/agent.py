@@ -27,11 +27,7 @@ from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
-from splitserve.orchestrator.agent.engine_process import (
-    EngineProcess,
-    clean_environment,
-    written_secret,
-)
+from splitserve.orchestrator.agent.engine_process import EngineProcess, engine_environment
 from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
@@ -60,10 +56,9 @@ from splitserve.orchestrator.agent.readiness import (
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
-from splitserve.orchestrator.config import secret_variables
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.config.tls import client_context
-from splitserve.orchestrator.engines.command import engine_command, secret_environment
+from splitserve.orchestrator.engines.command import engine_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -71,6 +66,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.engine_endpoint import EngineStatus
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +95,7 @@ class Agent:
         run_dir: Path,
         log_dir: Path,
         connect_endpoint: Callable[[str, bytes], Endpoint],
+        spans: TransferSpans | None = None,
     ) -> None:
         self.node = node
         self.role = last_role(run_dir, node.name) or node.pool
@@ -128,7 +125,8 @@ class Agent:
         self.relay = OrderRelay()
         """An engine that does not answer holds up only what waits here."""
         self._prefixes = PrefixReports(node.name, self._link)
-        self._transfers = TransferReports(node.name, self._link)
+        self._transfers = TransferReports(node.name, self._link, spans)
+        self._spans = spans
 
     def stop(self) -> None:
         """Begin to stop. A node that serves is drained first, for at most ``drain_timeout_s`` and
@@ -241,8 +239,9 @@ class Agent:
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
         self._note(incarnation)
-        environ = clean_environment(self.node.name, without=secret_variables(self._config))
-        environ |= secret_environment(written_secret(self._secret_path, self._secret), api_key)
+        environ = engine_environment(
+            self._config, self.node.name, self._secret_path, self._secret, api_key
+        )
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
         return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
 
@@ -411,12 +410,16 @@ class Agent:
         self._write_status(status, life)
         if life is None:
             return
+        told = structs.asdict(status) if status is not None else {}
+        if told and self._spans is not None:
+            counts = structs.asdict(self._spans.counts)
+            told["counters"] |= {f"traces_{name}": float(n) for name, n in counts.items()}
         self._link.fresh(NodeState(
             node=self.node.name,
             incarnation=life.incarnation,
             phase=self.phase,
             role=self.role,
-            **(structs.asdict(status) if status is not None else {}),
+            **told,
         ))  # fmt: skip
 
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from splitserve.kv_transfer.holdings import Holding
 from splitserve.kv_transfer.prefix_marks import MARK_BYTES
-from splitserve.kv_transfer.transfer_facts import TransferFacts
+from splitserve.kv_transfer.transfer_facts import Seconds, TransferFacts
 
 Role = str
 """``prefill`` or ``decode``; what new work of a node is for."""
@@ -141,7 +141,7 @@ class NodeTransfers(msgspec.Struct, frozen=True, kw_only=True, tag="transfers"):
     incarnation: str
     clock: str
     """Names the clock that the times are of; equal on processes that share one."""
-    sent: float
+    sent: Seconds
     """When this was sent, in seconds of that clock."""
     ended: tuple[TransferFacts, ...]
 

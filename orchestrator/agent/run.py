@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
 
 
+SPANS_CLOSE_S = 1.0
+"""For the last spans of transfers to leave."""
+
+
 def run(
     config: ClusterConfig,
     node: NodeConfig,
@@ -37,6 +41,12 @@ def run(
     become_subreaper()
 
     async def main() -> int:
+        spans = None
+        if config.observability.tracing is not None:
+            # It brings OpenTelemetry's SDK, which an agent needs for nothing else
+            from splitserve.orchestrator.observe.transfer_spans import TransferSpans
+
+            spans = TransferSpans(config.observability.tracing, node.name)
         agent = Agent(
             config,
             node,
@@ -46,10 +56,15 @@ def run(
             run_dir=run_dir,
             log_dir=Path(config.observability.log_dir or run_dir / "logs"),
             connect_endpoint=EngineEndpointClient,
+            spans=spans,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
-        return await agent.run()
+        try:
+            return await agent.run()
+        finally:
+            if spans is not None:
+                await asyncio.to_thread(spans.close, SPANS_CLOSE_S)
 
     return asyncio.run(main())

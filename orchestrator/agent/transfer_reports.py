@@ -19,6 +19,7 @@ from splitserve.orchestrator.agent.readiness import ENDPOINT_ERRORS, Endpoint, a
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.link import RouterLink
+    from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +32,10 @@ RETRY_S = 1.0
 class TransferReports:
     """The reports of one node, one life of its engine after another."""
 
-    def __init__(self, node: str, link: RouterLink) -> None:
+    def __init__(self, node: str, link: RouterLink, spans: TransferSpans | None = None) -> None:
         self._node = node
         self._link = link
+        self._spans = spans
         self._clock = boot_id()
 
     async def run(self, endpoint: Endpoint, incarnation: str) -> None:
@@ -45,6 +47,8 @@ class TransferReports:
                 _log.debug("the engine does not say which transfers have ended: %r", error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            if ended and self._spans is not None:
+                self._spans.take(ended)
             if ended:
                 self._link.transfers(
                     NodeTransfers(

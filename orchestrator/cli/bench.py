@@ -142,7 +142,7 @@ def bench(
         more=tuple(words),
     )
     _check(wish)
-    version = check_installed()
+    version = check_installed(wish.dataset_name)
     running = RunningNodes(name_of(named))
     servers = [cluster_server(running.config, running.record.url)]
     if compare is not None:

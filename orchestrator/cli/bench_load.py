@@ -111,11 +111,11 @@ def trace_load(
             f"left out: {left_out} requests that are longer than the {limit_tokens} tokens of the "
             "cluster's model"
         )
-    arguments = ("--dataset-name", "timed_trace", "--dataset-path", str(file))
-    arguments += ("--timed-trace-chunk-hash-size", str(block_tokens))
+    arguments = ["--dataset-name", "timed_trace", "--dataset-path", str(file)]
+    arguments += ["--timed-trace-chunk-hash-size", str(block_tokens)]
     told = {"trace": str(path), "block_tokens": block_tokens, "span_s": round(span_s, 3)}
     told |= {"left_out_requests": left_out, "request_rate": rate_per_s}
-    return Load(arguments, len(requests), tuple(notes), told)
+    return Load(tuple(arguments), len(requests), tuple(notes), told)
 
 
 def tokenizer_of(config: ClusterConfig, model: str, folder: Path) -> str:

@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from splitserve.orchestrator.cli import charts
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 COMPARED = {
     "request_throughput": "Request throughput (req/s)",
     "request_goodput": "Request goodput (req/s)",
-    "output_throughput": "Output token throughput (tok/s)",
+    "output_throughput": "Output throughput (tok/s)",
     **{
         f"{statistic}_{name}_ms": f"{word} {name.upper()} (ms)"
         for name in ("ttft", "tpot", "itl", "e2el")
@@ -96,7 +97,8 @@ def comparison(by_server: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
     found = {name: medians(results) for name, results in by_server.items()}
     shares = ratios(found[ours], found[theirs])
     rounds = len(by_server[ours])
-    table = Table(title=f"medians of {rounds} rounds (lowest to highest)", title_justify="left")
+    title = f"medians of {rounds} rounds (lowest to highest)" if rounds > 1 else "one round"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("")
     for server in (ours, theirs):
         table.add_column(printable(server), justify="right", overflow="fold")
@@ -104,7 +106,7 @@ def comparison(by_server: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
     for name, words in COMPARED.items():
         if name in found[ours] and name in found[theirs]:
             cells = [
-                f"{three_digits(found[server][name])} ({_spread(by_server[server], name)})"
+                f"{three_digits(found[server][name])}{_spread(by_server[server], name)}"
                 for server in (ours, theirs)
             ]
             ratio = f"{shares[name]:.2f}" if name in shares else "-"
@@ -132,9 +134,11 @@ def picture(
     }
     return charts.svg(
         [
-            _shares(f"{title}: time to first token (TTFT)", firsts, targets.get("ttft")),
-            _shares("time per output token (TPOT)", tokens, targets.get("tpot")),
-            _shares("time between chunks (ITL)", gaps, None),
+            _shares(
+                f"{title}: time to first token (TTFT)", "requests", firsts, targets.get("ttft")
+            ),
+            _shares("time per output token (TPOT)", "requests", tokens, targets.get("tpot")),
+            _shares("time between chunks (ITL)", "chunks", gaps, None),
             _over_time("TTFT over the run", by_server, targets.get("ttft")),
         ],
         columns=2,
@@ -149,11 +153,13 @@ def _reason(error: str) -> str:
 
 def _spread(results: Sequence[dict[str, Any]], name: str) -> str:
     values = [result[name] for result in results if result.get(name) is not None]
-    return f"{three_digits(min(values))} to {three_digits(max(values))}"
+    if len(values) < 2:
+        return ""
+    return f" ({three_digits(min(values))} to {three_digits(max(values))})"
 
 
 def _shares(
-    title: str, values: Mapping[str, Sequence[float]], target: float | None
+    title: str, what: str, values: Mapping[str, Sequence[float]], target: float | None
 ) -> charts.Chart:
     """Which share of the values is at most how large."""
     curves = []
@@ -168,8 +174,8 @@ def _shares(
     marks = ((f"target {target:g} ms", target),) if target is not None else ()
     return charts.Chart(
         title,
-        charts.even_axis("ms", [*ends, target or 0.0], lambda ms: f"{ms:.3g}"),
-        charts.Axis("share", 0.0, 1.0, tuple((n / 4, f"{n * 25} %") for n in range(5))),
+        charts.even_axis("ms", [*ends, target or 0.0], "{:g}".format),
+        charts.Axis(what, 0.0, 1.0, tuple((n / 4, f"{n * 25} %") for n in range(5))),
         tuple(curves),
         marks,
     )
@@ -193,8 +199,8 @@ def _over_time(
     levels = ((f"target {target:g} ms", target),) if target is not None else ()
     return charts.Chart(
         title,
-        charts.even_axis("seconds after the run's begin", [at for at, _ in every], "{:.3g}".format),
-        charts.even_axis("TTFT, ms", [ms for _, ms in every] + [target or 0.0], "{:.3g}".format),
+        charts.even_axis("seconds after the run's begin", [at for at, _ in every], "{:g}".format),
+        charts.even_axis("TTFT, ms", [ms for _, ms in every] + [target or 0.0], "{:g}".format),
         tuple(curves),
         levels=levels,
     )

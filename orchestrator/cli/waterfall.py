@@ -199,19 +199,19 @@ def _layer_writes(record: dict[str, Any], end: float, room: int) -> Iterator[Tex
 
 _MARKS = {
     "redispatched_ms": "sent again",
-    "first_data_ms": "first data",
     "reserved_ms": "reserved",
     "granted_ms": "granted",
     "delivered_ms": "delivered",
     "landed_ms": "landed",
     "prefill_answered_ms": "prefill answered",
+    "first_data_ms": "first data",
 }
 
 
 def _marks(record: dict[str, Any], end: float, room: int) -> Iterator[Text]:
     """Moments, in their order."""
     moments = [(record[key], name) for key, name in _MARKS.items() if record.get(key) is not None]
-    for at, name in sorted(moments):
+    for at, name in sorted(moments, key=lambda moment: moment[0]):
         line = Text(f"{name:{LABEL_WIDTH}}{duration(at):>10}{'':9} ", "dim")
         yield line.append(_tick(at, end, room))
 

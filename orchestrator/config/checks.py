@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
 from splitserve.orchestrator.config.nodes import POOLS, nodes
+from splitserve.orchestrator.config.tracing_schema import tracing_problems
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
@@ -48,6 +49,7 @@ OWNED_ENGINE_ARGS = {
     "distributed_executor_backend": "splitserve starts and watches the engine's processes itself",
     "config": "write the engine's options under `engine_args`",
     "speculative_config": "speculative decoding cannot be combined with a split yet",
+    "otlp_traces_endpoint": "set `observability.tracing.otlp_endpoint`",
     "uds": "the router reaches engines over TCP",
     "ssl_keyfile": "set `security.tls.key_file`",
     "ssl_certfile": "set `security.tls.cert_file`",
@@ -70,6 +72,7 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
         problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
     problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
     problems += autotune_problems(config)
+    problems += tracing_problems(config.observability.tracing)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
         problems.append(

@@ -138,7 +138,10 @@ def tenants_by_key(config: ClusterConfig, environ: Mapping[str, str]) -> dict[st
             problems += error.problems
             continue
         if key in tenants:
-            problems.append(f"{where}: the same key was already given to tenant {tenants[key]!r}")
+            problems.append(
+                f"{where}: the same key was already given to tenant {tenants[key]!r}; make "
+                "another one"
+            )
         tenants[key] = entry.tenant
     if problems:
         raise ConfigError(problems)
@@ -160,7 +163,7 @@ def _api_key(entry: ApiKeyConfig, where: str, environ: Mapping[str, str]) -> str
     path = Path(entry.key_file).expanduser()
     key = _read(path, f"{where}.key_file", "write the key into it").strip()
     if not key:
-        raise ConfigError([f"{where}.key_file: {path} is empty"])
+        raise ConfigError([f"{where}.key_file: {path} is empty; write the key into it"])
     return key
 
 
@@ -170,7 +173,9 @@ def _read(path: Path, where: str, remedy: str) -> str:
     except FileNotFoundError:
         raise ConfigError([f"{where}: file {path} does not exist; {remedy}"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{where}: {path} cannot be read: {error}"]) from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        message = f"{where}: {path} cannot be read: {why}; correct the path, or its rights"
+        raise ConfigError([message]) from error
 
 
 def _decoded(text: str, where: str) -> bytes:

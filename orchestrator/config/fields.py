@@ -37,6 +37,9 @@ def parse_bytes(value: object) -> object:
         raise ValueError(f"{value[:20]!r}... is larger than any memory") from None
 
 
+HOLDS_SECRET = "holds_secret"
+"""Kind of an error whose value is not shown, since a part of it may be a secret."""
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

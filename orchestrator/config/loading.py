@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError
 
 from splitserve.orchestrator.config.checks import problems_between_keys
 from splitserve.orchestrator.config.errors import ConfigError
+from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
 
 _MAX_FILE_BYTES = 2**20
@@ -102,13 +103,14 @@ def _read(path_or_name: str) -> tuple[str, str]:
         try:
             return path.read_text(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+            message = f"cannot be read: {error}; a cluster YAML is text in UTF-8"
+            raise ConfigError([message], str(path)) from error
     names = builtin_names()
     if path_or_name in names:
         resource = resources.files("splitserve.configs") / f"{path_or_name}.yaml"
         return resource.read_text(), f"{path_or_name} (built in)"
     close = difflib.get_close_matches(path_or_name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "; give a YAML's path, or one of these"
     raise ConfigError(
         [f"no such file, and no built-in configuration of that name ({', '.join(names)}){hint}"],
         path_or_name,
@@ -167,7 +169,7 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
         return f"{where}: a section with keys{_as_section(location, value)}{_got(value)}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    return f"{where}: {message}" + _got(item.get("input"))
+    return f"{where}: {message}" + ("" if kind == HOLDS_SECRET else _got(item.get("input")))
 
 
 _REMEDIES = {

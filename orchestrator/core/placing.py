@@ -210,7 +210,8 @@ class Placing(Suspecting, ABC):
             paired = [
                 node
                 for node in decode_nodes
-                if any(has_same_adapter(other, node, request) for other in prefill_nodes)
+                if node.description.incarnation not in request.tried
+                and any(has_same_adapter(other, node, request) for other in prefill_nodes)
             ]
             decode_nodes = paired or decode_nodes
         return decode_nodes, prefill_nodes
@@ -250,7 +251,10 @@ class Placing(Suspecting, ABC):
         found = choose_decode(nodes, self._tokens_of(request), request.tried, now, hits)
         if isinstance(found, str):
             return found
-        request.timeline.decision = "alone_no_prefill_node"
+        is_adapters_fault = request.arrived.adapter and self.membership.usable(PREFILL)
+        request.timeline.decision = (
+            "alone_adapter" if is_adapters_fault else "alone_no_prefill_node"
+        )
         hit = hits.get(found[0].description.incarnation, NO_HIT)
         return Choice(*found, decode_hit=hit)
 

@@ -12,23 +12,31 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.checks.table import CHECKS
+from splitserve.orchestrator.launch.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from splitserve.orchestrator.config import ClusterConfig
-    from splitserve.orchestrator.launch.finding import Finding
 
 
 def findings(subject: Subject, *, measures: bool = False) -> Iterator[tuple[Finding, float]]:
     """What each check found and the seconds that it took, in the order of the table; those that
     measure only if asked for.
     """
+    failed: set[str] = set()
     for check in CHECKS:
         if check.measures and not measures:
             continue
         started = time.monotonic()
-        yield check.find(subject), time.monotonic() - started
+        first = [name for name in check.after if name in failed]
+        if first:
+            finding = Finding(check.name, f"not looked at before {', '.join(first)} is mended")
+        else:
+            finding = check.find(subject)
+        if finding.severity is Severity.FAIL:
+            failed.add(check.name)
+        yield finding, time.monotonic() - started
 
 
 def preflight(config: ClusterConfig, environ: Mapping[str, str] | None = None) -> None:

@@ -9,6 +9,7 @@ Format: https://huggingface.co/docs/safetensors.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,10 +36,15 @@ TOKENIZER_FILES = (
     "tokenization_*.py",
 )
 """Patterns; any of them may be enough."""
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""Read by engines where they are there; ``config.json`` is read by ``read_facts``."""
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT_BYTES = 100 * 2**20
 """The format's own limit."""
 _LENGTH = struct.Struct("<Q")
+_LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+_KEYS = re.compile(r"^(?:model\.|language_model\.)*layers\.0\.self_attn\.k_proj\.weight$")
+_PLAIN_TYPES = frozenset({"F32", "F16", "BF16"})
 
 
 class _Config(msgspec.Struct):
@@ -51,6 +57,7 @@ class _Config(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     kv_lora_rank: int | None = None
+    architectures: list[str] = []
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
@@ -77,6 +84,8 @@ class _Index(msgspec.Struct):
 
 class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -98,6 +107,8 @@ class ModelFacts:
     has_latent_kv: bool
     has_plain_kv: bool = True
     """Every layer keeps keys and values of every token."""
+    architectures: tuple[str, ...] = ()
+    """Names of its classes, the one that fits best first."""
 
     def kv_bytes_per_token(self, item_bytes: int) -> int | None:
         """Keys and values of all layers and heads; None where their shape is not known."""
@@ -132,6 +143,7 @@ def read_facts(folder: Path) -> ModelFacts:
         dtype=config.dtype or config.torch_dtype,
         has_latent_kv=bool(config.kv_lora_rank),
         has_plain_kv=config.has_plain_kv,
+        architectures=tuple(config.architectures),
     )
 
 
@@ -162,6 +174,42 @@ def weight_problems(folder: Path) -> Iterator[str]:
         if problem := _file_problem(path):
             yield problem
     yield from _index_problems(folder)
+
+
+def mismatches(folder: Path, facts: ModelFacts) -> Iterator[str]:
+    """Where the weights are those of another ``config.json``, a clause each; nothing for weights
+    that say too little.
+    """
+    tensors: dict[str, _Tensor] = {}
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            try:
+                tensors |= _tensors(path)
+            except (OSError, ValueError):
+                return  # Told of the file itself.
+    numbers = [int(found[1]) for name in tensors if (found := _LAYER.search(name))]
+    if numbers and facts.layers and max(numbers) + 1 < facts.layers:
+        yield f"the weights have {max(numbers) + 1} layers, config.json says {facts.layers}"
+    if facts.kv_heads is None or facts.head_dim is None or not facts.has_plain_kv:
+        return
+    expected = facts.kv_heads * facts.head_dim
+    for name, tensor in tensors.items():
+        if _KEYS.search(name) and tensor.dtype in _PLAIN_TYPES and tensor.shape[:1] != (expected,):
+            yield (
+                f"{name} has {tensor.shape[0] if tensor.shape else 0} rows, config.json says "
+                f"{facts.kv_heads} KV heads of {facts.head_dim}"
+            )
+
+
+def broken_json(folder: Path) -> Iterator[str]:
+    """Files beside the weights that are damaged, a clause each."""
+    for path in (folder / name for name in JSON_FILES):
+        if not path.is_file():
+            continue
+        try:
+            msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        except (OSError, ValueError) as error:
+            yield f"{path} cannot be read ({error})"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -197,13 +245,19 @@ def _file_problem(path: Path) -> str:
 
 def _needed_bytes(path: Path) -> int:
     """How long the file has to be. Raises ``ValueError`` for what is no header."""
-    tensors, begin = _header(path)
-    ends = [
-        msgspec.convert(tensor, _Tensor).data_offsets[1]
-        for name, tensor in tensors.items()
-        if name != "__metadata__"
-    ]
+    _, begin = _header(path)
+    ends = [tensor.data_offsets[1] for tensor in _tensors(path).values()]
     return begin + max(ends, default=0)
+
+
+def _tensors(path: Path) -> dict[str, _Tensor]:
+    """What a safetensors file says of its tensors. Raises ``ValueError`` for what is no header."""
+    header, _ = _header(path)
+    return {
+        name: msgspec.convert(tensor, _Tensor)
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

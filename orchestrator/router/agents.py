@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,8 @@ class AgentHub:
         self.refused: dict[str, str] = {}
         """Why nodes were refused by what their agents said; the core refuses some itself."""
         self.last_death: dict[str, msg.EngineDied] = {}
+        self.deaths: Counter[str] = Counter()
+        """Of engines that nobody had asked to end, by node."""
         self._secret = secret
         self.transfers = TransferBook(boot_id())
         """What nodes have told of transfers."""
@@ -230,6 +233,7 @@ class AgentHub:
                 level = logging.INFO if frame.was_ordered else logging.ERROR
                 _log.log(level, "the engine of %s died: %s", node, cause)
                 self.last_death[node] = frame
+                self.deaths[node] += not frame.was_ordered
                 self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
 

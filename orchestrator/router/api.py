@@ -40,12 +40,14 @@ from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
 from splitserve.orchestrator.router.request_log import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
+from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of
 from splitserve.orchestrator.router.strangers import Strangers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from splitserve.orchestrator.observe.trace_context import TraceIds
     from splitserve.orchestrator.router.cache_api import CacheApi
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.prompt_marks import Marks
     from splitserve.orchestrator.router.recordings import Recordings
     from splitserve.orchestrator.router.request_log import RequestLog
+    from splitserve.orchestrator.router.scrapes import Scrapes
     from splitserve.orchestrator.router.tenants import Tenants
     from splitserve.orchestrator.router.transfer_facts import TransferBook
 
@@ -86,10 +89,16 @@ class Api:
         snapshot: Callable[[], dict[str, Any]],
         incidents: Incidents,
         events: EventStreams,
+        scrapes: Scrapes,
         adapters: frozenset[str] = frozenset(),
+        trace_ids: TraceIds | None = None,
+        no_prompt_logprobs: str = "",
     ) -> None:
-        """``adapters`` are those that decode nodes are configured to have."""
+        """``adapters`` are those that decode nodes are configured to have, ``no_prompt_logprobs``
+        why the engines must not be asked for them.
+        """
         self._driver = driver
+        self._no_prompt_logprobs = no_prompt_logprobs
         self._node_orders = NodeOrders(driver)
         self._probes = Probes(driver, served_name)
         self._tenants = tenants
@@ -103,6 +112,8 @@ class Api:
         self._incidents = incidents
         self._strangers = Strangers(incidents)
         self._events = events
+        self._scrapes = scrapes
+        self._trace_ids = trace_ids
         self._dashboard = Dashboard.read()
         self._continuable = continuable
         self._marks = PromptMarks(driver.secret)
@@ -111,7 +122,7 @@ class Api:
         self._models = (served_name,)
         self._adapters = adapters
         self._response_ids = ResponseIds(driver.secret, driver.core.membership)
-        self._forwarding = Forwarding(driver, tenants, self._response_ids, self._new_id)
+        self._forwarding = Forwarding(driver, tenants, self._response_ids, self._new_id, trace_ids)
         self._started_unix_s = int(time.time())
         self._life = secrets.token_hex(4)
         self._count = 0
@@ -128,6 +139,7 @@ class Api:
             ("GET", "/internal/status"): self._show_status,
             ("GET", EVENTS_PATH): self._watch,
             ("GET", AUDIT_PATH): self._show_audit,
+            ("GET", HTTP_SD_PATH): self._show_targets,
             ("POST", PROBE_PATH): self._probe,
             ("GET", RECORDING_PATH): self._record,
         }
@@ -159,9 +171,8 @@ class Api:
         except ApiError as error:
             self._metrics.refused(error.status)
             request_id = header_policy.request_id_of(request.header(b"x-request-id"), "")
-            is_message = request.path.startswith(PATHS[MESSAGES])
-            body = error.body(MESSAGES if is_message else "")
-            connection.answer(error.status, error.headers(request_id), body)
+            error.endpoint = _endpoint_of(request.path)
+            connection.answer(error.status, error.headers(request_id), error.body())
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -191,13 +202,14 @@ class Api:
             if path in self._client_paths or path.startswith(RESPONSE_PREFIX):
                 self._tenants.authenticate(authorization)
         except ApiError as error:
+            error.endpoint = _endpoint_of(path)
             self._metrics.refused(error.status)
             raise
 
     # OpenAI's routes
 
     def _generate(self, request: HttpRequest, connection: HttpConnection, endpoint: str) -> None:
-        authorization = content_type = client_request_id = None
+        authorization = content_type = client_request_id = traceparent = None
         wants_timing = False
         for name, value in request.headers:
             if name == b"authorization":
@@ -206,6 +218,8 @@ class Api:
                 content_type = value
             elif name == b"x-request-id":
                 client_request_id = value
+            elif name == b"traceparent":
+                traceparent = value
             elif name == b"x-splitserve-timing":
                 wants_timing = value == b"1"
             elif name == b"content-encoding" and value.lower() != b"identity":
@@ -218,6 +232,8 @@ class Api:
             adapters = known.keys() | self._adapters
         body = read_client_request(endpoint, request.body, self._models, adapters)
         body.can_continue = body.can_continue and endpoint in self._continuable
+        if body.alone_because and self._no_prompt_logprobs and body.wants_prompt_logprobs:
+            raise ApiError(400, self._no_prompt_logprobs, param="prompt_logprobs")
         adapter = body.fields.get("model") if adapters else None
         if type(adapter) is not str or adapter == self._served_name:
             adapter = ""
@@ -232,17 +248,19 @@ class Api:
         marks = recorded_marks = self._marks_of(body, salt)
         if not self._driver.core.wants_marks:
             marks = NO_MARKS
+        trace = None if self._trace_ids is None else self._trace_ids.place_of(traceparent)
         exchange = Exchange(
             self._driver,
             own_id,
             body,
-            header_policy.to_engines(request.headers, client_id),
+            header_policy.to_engines(request.headers, client_id, trace),
             client_id,
             salt,
             connection,
             self._tenants.tag(tenant),
             marks,
             name_response,
+            trace,
         )
         if wants_timing:
             exchange.server_timing = self._server_timing
@@ -275,7 +293,7 @@ class Api:
         self._response_ids.refuse_chosen(chosen)
         holder = ""
         if type(previous) is str:
-            holder = self._response_ids.holder(previous, tenant, "previous_response_id")
+            holder = self._response_ids.holder(previous, tenant)
         return None if chosen is not None else partial(self._response_ids.new, tenant), holder
 
     def _new_id(self) -> str:
@@ -323,8 +341,7 @@ class Api:
         connection.answer(200, JSON, self._document)
 
     def _show_metrics(self, request: HttpRequest, connection: HttpConnection) -> None:
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        connection.answer(200, headers, self._metrics.render())
+        self._scrapes.handle(connection)
 
     def _show_status(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
@@ -345,6 +362,11 @@ class Api:
     def _show_audit(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
         _send_json(connection, 200, audit_of(self._driver.core, time.monotonic()))
+
+    def _show_targets(self, request: HttpRequest, connection: HttpConnection) -> None:
+        self._only_for_operators(request)
+        targets = targets_of(self._driver.core, request.header(b"host"))
+        _send_json(connection, 200, targets)
 
     def _record(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._authenticate_operator(request.header(b"authorization"))
@@ -405,6 +427,11 @@ class Api:
         message = f"there is no {request.method} {path} here"
         hint = ASK_ELSEWHERE.get(path)
         return ApiError(404, f"{message}; {hint}" if hint else message)
+
+
+def _endpoint_of(path: str) -> str:
+    """Whose clients call that path, as far as they expect errors of another form."""
+    return MESSAGES if path.startswith(PATHS[MESSAGES]) else ""
 
 
 def _methods_of(path: str) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
@@ -23,6 +24,7 @@ from splitserve.orchestrator.core.events import CacheLost, RouterDraining, Route
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.core.router_core import RouterCore
+from splitserve.orchestrator.observe.trace_context import TraceIds
 from splitserve.orchestrator.router.agents import AgentHub
 from splitserve.orchestrator.router.api import AGENTS_PATH, Api
 from splitserve.orchestrator.router.cache_api import CacheApi
@@ -38,6 +40,8 @@ from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
+from splitserve.orchestrator.router.scrapes import Scrapes
+from splitserve.orchestrator.router.span_pipe import SpanPipe
 from splitserve.orchestrator.router.status import snapshot_of
 from splitserve.orchestrator.router.tenants import Tenants
 
@@ -88,6 +92,8 @@ class Router:
     _cache: CacheApi | None = None
     _glance: CacheGlance | None = None
     _autotune: Autotune | None = None
+    _spans: SpanPipe | None = None
+    _scrapes: Scrapes | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -101,6 +107,8 @@ class Router:
         self.driver.tell(RouterStopping())
         if self._cache is not None:
             self._cache.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
         if self._glance is not None:
             self._glance.close()
         if self._autotune is not None:
@@ -113,6 +121,8 @@ class Router:
         self.driver.close()
         self.client.close()
         self.log.flush()
+        if self._spans is not None:
+            await self._spans.stop()
 
 
 async def start(
@@ -123,16 +133,24 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
-    metrics = RouterMetrics(core)
-    log = RequestLog(log_stream, config.observability.timeline_requests)
+    incidents = Incidents()
+    agents = AgentHub(secret, incidents, scheme=scheme_of(config))
+    ttft_ms = config.policy.autotune.ttft_ms
+    metrics = RouterMetrics(
+        core, deaths=agents.deaths, ttft_target_s=None if ttft_ms is None else ttft_ms / 1000
+    )
+    tracing = config.observability.tracing
+    trace_ids = spans = None
+    if tracing is not None:
+        trace_ids = TraceIds(tracing.sample_ratio, Random())
+        spans = SpanPipe(tracing, config.router.port, config.model.name)
+        metrics.count_traces(spans)
+    log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     log.on_final.append(metrics.account_for)
     tls = config.security.tls
     client = EngineClient(
-        connect_timeout_s=config.router.connect_timeout_s,
-        tls=client_context(tls),
+        connect_timeout_s=config.router.connect_timeout_s, tls=client_context(tls)
     )
-    incidents = Incidents()
-    agents = AgentHub(secret, incidents, scheme=scheme_of(config))
 
     recordings = Recordings()
 
@@ -143,8 +161,6 @@ async def start(
             return
         if recordings.are_on and timeline.endpoint != PROBE:
             recordings.ended(timeline, tally)
-        if events.are_on:
-            events.ended(timeline, tally)
         if autotune is not None:
             autotune.ended(timeline, tally)
 
@@ -155,6 +171,9 @@ async def start(
     continuable = continuable_endpoints(config)
     cache = CacheApi(config.cache, driver, tenants) if config.cache is not None else None
     glance = CacheGlance(cache.stat) if cache is not None else None
+    scrapes = Scrapes(metrics, config.cache.socket_path if config.cache is not None else None)
+    if cache is not None:
+        metrics.show_cache()
     snapshot = partial(snapshot_of, core, agents, autotune, glance)
     events = EventStreams(snapshot, log, incidents)
     api = Api(
@@ -170,7 +189,10 @@ async def start(
         snapshot,
         incidents,
         events,
+        scrapes,
         config.decode.engine_args.adapters,
+        trace_ids,
+        no_prompt_logprobs(config),
     )
     websockets = web.Server(agents.serve, access_log=None)
     server = HttpServer(
@@ -200,6 +222,8 @@ async def start(
         watch.start()
     if autotune is not None:
         autotune.start()
+    if spans is not None:
+        spans.start()
     return Router(
         core,
         driver,
@@ -217,6 +241,8 @@ async def start(
         cache,
         glance,
         autotune,
+        spans,
+        scrapes,
     )
 
 
@@ -235,6 +261,22 @@ def continuable_endpoints(config: ClusterConfig) -> frozenset[str]:
     """
     flags = {key.replace("-", "_") for key in config.decode.engine_args.passed_on}
     return frozenset({COMPLETIONS} if flags & _PARSER_FLAGS else {COMPLETIONS, CHAT})
+
+
+def no_prompt_logprobs(config: ClusterConfig) -> str:
+    """Why a request must not ask for the prompt's logprobs, empty when it may: vLLM 0.32 looks
+    every position of the prompt up as if it were one of the answer (``PunicaWrapperCPU``'s
+    ``add_lora_logits``), and ends.
+    """
+    if config.engine != "vllm" or config.decode.gpus is not None:
+        return ""
+    flags = {key.replace("-", "_"): on for key, on in config.decode.engine_args.passed_on.items()}
+    if not flags.get("enable_lora"):
+        return ""
+    return (
+        "logprobs of the prompt (prompt_logprobs, or echo with logprobs) would end an engine that "
+        "runs on CPU with enable_lora; ask without them, or serve without adapters"
+    )
 
 
 def limits_of(config: ClusterConfig) -> CoreLimits:

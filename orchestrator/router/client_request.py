@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.router.sent_tokens import SentTokens
 
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+"""The field that steers transfers; not the client's to send."""
+
 BYTES_PER_TOKEN = 3
 """Estimate for text; low on purpose, so that blocks are rather over- than underestimated."""
 
@@ -81,7 +84,7 @@ _NOT_ON_PREFILL: Final = frozenset(
         "allowed_token_ids",
         "thinking_token_budget",
         "suffix",
-        "kv_transfer_params",
+        KV_TRANSFER_PARAMS,
     }
 )
 """Fields that matter only for sampling or for the answer's form."""
@@ -190,6 +193,15 @@ class ClientRequest:
     """False for what is forwarded as it came."""
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The engine is to tell how likely the prompt was."""
+        fields = self.fields
+        if fields.get("prompt_logprobs") is not None:
+            return True
+        wants_logprobs = self.endpoint == CHAT or fields.get("logprobs") is not None
+        return bool(fields.get("echo")) and wants_logprobs
+
+    @property
     def wants_usage(self) -> bool:
         """The stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
@@ -211,10 +223,10 @@ class ClientRequest:
             return [self.raw]
         if (
             not self.fields
-            or "kv_transfer_params" in self.fields
+            or KV_TRANSFER_PARAMS in self.fields
             or (salt is not None and "cache_salt" in self.fields)
         ):
-            fields = {k: v for k, v in self.fields.items() if k != "kv_transfer_params"}
+            fields = {k: v for k, v in self.fields.items() if k != KV_TRANSFER_PARAMS}
             if salt is not None:
                 fields["cache_salt"] = salt
                 salt = None
@@ -276,6 +288,11 @@ def read_client_request(
             orjson.dumps(fields)
         except TypeError:
             raise ApiError(400, "the request body is nested too deeply") from None
+    extra = fields.get("vllm_xargs")
+    if isinstance(extra, dict) and KV_TRANSFER_PARAMS in extra:
+        # vLLM takes them from there too; this field has every leg written anew, without either.
+        fields["vllm_xargs"] = {k: v for k, v in extra.items() if k != KV_TRANSFER_PARAMS}
+        fields[KV_TRANSFER_PARAMS] = None
     model = fields.get("model")
     if type(model) is str and model and model not in models and model not in adapters:
         served = ", ".join(sorted(models)) or "none yet"
@@ -314,7 +331,7 @@ def continued(request: ClientRequest, sent: SentTokens) -> ClientRequest:
     """The request for what is left of the answer, behind what was sent. A chat's messages stay; the
     token ids that count come with the transfer parameters.
     """
-    fields = {k: v for k, v in request.fields.items() if k != "kv_transfer_params"}
+    fields = {k: v for k, v in request.fields.items() if k != KV_TRANSFER_PARAMS}
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if fields.get(name) is not None:
             fields[name] = max(0, int(fields[name]) - sent.sent)
@@ -338,7 +355,7 @@ def _can_continue(fields: dict[str, Any]) -> bool:
     for name in fields.keys() - _EXACT_WHEN_CONTINUED:
         if name == "seed" and fields.get("temperature") == 0:
             continue
-        if name == "kv_transfer_params":  # Not the client's to send: taken out on every leg.
+        if name == KV_TRANSFER_PARAMS:  # Taken out on every leg.
             continue
         if name == "min_tokens" and type(fields[name]) is int:
             continue

@@ -38,24 +38,30 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         allow: str = "",
+        kind: str = "",
     ) -> None:
-        """``allow`` names the methods that a path takes, with a 405."""
+        """``allow`` names the methods that a path takes, with a 405; ``kind`` is the error's type
+        where it does not follow from the status.
+        """
         super().__init__(message)
+        self.kind = kind or _TYPES.get(status, "InternalServerError")
         self.status = status
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
         self.allow = allow
+        self.endpoint = ""
+        """Whose clients are told, when it is known: they expect it in their form."""
 
-    def body(self, endpoint: str = "") -> bytes:
-        """The JSON body, as clients of that endpoint expect it."""
+    def body(self) -> bytes:
+        """The JSON body."""
         error = {
             "message": self.message,
-            "type": _TYPES.get(self.status, "InternalServerError"),
+            "type": self.kind,
             "param": self.param,
             "code": self.status,
         }
-        if endpoint == MESSAGES:
+        if self.endpoint == MESSAGES:
             return orjson.dumps({"type": "error", "error": error})
         return orjson.dumps({"error": error})
 
@@ -72,11 +78,11 @@ class ApiError(Exception):
             headers.append((b"www-authenticate", b"Bearer"))
         return headers
 
-    def event(self, endpoint: str = "") -> bytes:
+    def event(self) -> bytes:
         """The same as a server-sent event."""
-        if endpoint == MESSAGES:
-            return b"event: error\ndata: " + self.body(endpoint) + b"\n\n"
-        if endpoint == RESPONSES:
+        if self.endpoint == MESSAGES:
+            return b"event: error\ndata: " + self.body() + b"\n\n"
+        if self.endpoint == RESPONSES:
             # Clients of OpenAI's read `error`, the documentation has the rest
             told = {"type": "error", "code": str(self.status), "message": self.message}
             data = orjson.dumps(told)[:-1] + b"," + self.body()[1:]

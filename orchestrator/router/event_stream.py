@@ -4,8 +4,8 @@ as its connection lasts. Nothing is done while nobody watches.
 ``status``   what ``GET /internal/status`` says, at most once a second and only when it has changed.
              The first one has the latest ``timelines`` and ``incidents`` too; later ones do not,
              for these come by themselves. ``ended`` counts what has ended since somebody watches.
-``request``  the record of a request that has ended, as in the log; at most so many a second, failed
-             ones first. ``ended.left_out`` of the status counts the others.
+``request``  the record of a request that has ended, as in the log, when it is final; at most so
+             many a second, failed ones for longer. ``ended.left_out`` counts the others.
 ``incident`` one thing that has happened (``incidents.py``); the same ``id`` again when it has
              happened again.
 
@@ -29,17 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from splitserve.orchestrator.core.effects import Timeline
-    from splitserve.orchestrator.router.exchange import Sink
     from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.incidents import Incident, Incidents
-    from splitserve.orchestrator.router.request_log import RequestLog
+    from splitserve.orchestrator.router.request_log import Account, RequestLog
+    from splitserve.orchestrator.router.sink import Sink
     from splitserve.orchestrator.router.token_counts import Tally
 
 EVENTS_PATH = "/internal/events"
 WATCHERS_LIMIT = 16
 HELD_LIMIT_BYTES = 2**20
-"""Of events that wait for one slow watcher, beyond what its connection holds."""
+"""Of events that wait for one slow watcher, beyond what its connection holds and the latest
+status.
+"""
 INTERVAL_S = 1.0
+TIME_SHARE = 0.02
+"""Of the router's time, that telling a status may take; large clusters' come less often."""
 HEARTBEAT_S = 10.0
 REQUESTS_PER_S_LIMIT = 20
 """Records of requests that are sent within a second; twice as many where requests fail."""
@@ -87,6 +91,7 @@ class EventStreams:
         self._said_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         incidents.on_incident = self._on_incident
+        log.on_final.append(self._on_final)
 
     @property
     def are_on(self) -> bool:
@@ -111,22 +116,6 @@ class EventStreams:
         if self._timer is None:
             self._arm()
 
-    def ended(self, timeline: Timeline, tally: Tally) -> None:
-        """A request is over. To be called only while somebody watches."""
-        ended = self._ended
-        is_failed = timeline.status >= SERVER_ERROR or timeline.outcome == "error"
-        prompt = timeline.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens
-        ended.requests += 1
-        ended.failed += is_failed
-        ended.prompt_tokens += prompt
-        ended.expected_cached_tokens += min(prompt, timeline.expected_cached_tokens)
-        ended.output_tokens += tally.output_tokens or 0
-        if self._sent_requests >= REQUESTS_PER_S_LIMIT * (2 if is_failed else 1):
-            ended.left_out += 1
-            return
-        self._sent_requests += 1
-        self._say(_event("request", orjson.dumps(self._log.record(timeline, tally))))
-
     def forget(self, watcher: Watcher) -> None:
         """That one has left."""
         self._watchers.discard(watcher)
@@ -140,13 +129,31 @@ class EventStreams:
         for watcher in watchers:
             watcher.close()
 
+    def _on_final(self, timeline: Timeline, tally: Tally, account: Account) -> None:
+        """A request is over, and where its time went is known."""
+        if not self._watchers:
+            return
+        ended = self._ended
+        is_failed = timeline.status >= SERVER_ERROR or timeline.outcome == "error"
+        prompt = timeline.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens
+        ended.requests += 1
+        ended.failed += is_failed
+        ended.prompt_tokens += prompt
+        ended.expected_cached_tokens += min(prompt, timeline.expected_cached_tokens)
+        ended.output_tokens += tally.output_tokens or 0
+        if self._sent_requests >= REQUESTS_PER_S_LIMIT * (2 if is_failed else 1):
+            ended.left_out += 1
+            return
+        self._sent_requests += 1
+        self._say(_event("request", orjson.dumps(self._log.record(timeline, tally, account))))
+
     def _on_incident(self, incident: Incident) -> None:
         if self._watchers:
             self._say(_event("incident", msgspec.json.encode(incident)))
 
-    def _arm(self) -> None:
+    def _arm(self, took_s: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(INTERVAL_S, self._tick)
+        self._timer = loop.call_later(max(INTERVAL_S, took_s / TIME_SHARE), self._tick)
 
     def _tick(self) -> None:
         """A second is over."""
@@ -154,11 +161,21 @@ class EventStreams:
         self._sent_requests = 0
         if not self._watchers:
             return
-        self._arm()
+        began = time.monotonic()
+        try:
+            self._tell_status()
+        finally:
+            self._arm(time.monotonic() - began)
+
+    def _tell_status(self) -> None:
+        """To all, when it has changed; else they hear that the connection lives."""
         status = orjson.dumps(self._status())
         if status != self._last_status:
             self._last_status = status
-            self._say(_event("status", status))
+            self._said_at = time.monotonic()
+            event = _event("status", status)
+            for watcher in tuple(self._watchers):
+                watcher.say_status(event)
         elif time.monotonic() - self._said_at >= HEARTBEAT_S:
             self._say(_HEARTBEAT)
 
@@ -180,6 +197,14 @@ class Watcher:
         self._is_paused = False
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
+        self._held_status = b""
+
+    def say_status(self, data: bytes) -> None:
+        """The status is sent; a slow watcher gets only the latest one."""
+        if self._is_paused:
+            self._held_status = data
+        else:
+            self._sink.send_body(data)
 
     def say(self, data: bytes) -> None:
         """The event is sent, held for a slow watcher, or too much for it: that one is cut off."""
@@ -214,10 +239,13 @@ class Watcher:
             data = self._held.popleft()
             self._held_bytes -= len(data)
             self._sink.send_body(data)
+        if self._held_status and not self._is_paused:
+            status, self._held_status = self._held_status, b""
+            self._sink.send_body(status)
 
     def _drop(self) -> None:
         self._held.clear()
-        self._held_bytes = 0
+        self._held_bytes, self._held_status = 0, b""
 
 
 def _event(name: str, data: bytes) -> bytes:

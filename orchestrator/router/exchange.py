@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.observe.trace_context import DECODE_LEG, PREFILL_LEG, traceparent_of
 from splitserve.orchestrator.router import headers as header_policy
 from splitserve.orchestrator.router.client_request import continued
 from splitserve.orchestrator.router.endpoints import CHAT, MESSAGES, PATHS, RESPONSES
@@ -45,8 +46,10 @@ if TYPE_CHECKING:
         StartPair,
         StartPrefill,
     )
+    from splitserve.orchestrator.observe.trace_context import TraceContext
     from splitserve.orchestrator.router.client_request import ClientRequest
     from splitserve.orchestrator.router.core_driver import CoreDriver
+    from splitserve.orchestrator.router.sink import Sink
 
 JOIN_LIMIT_BYTES = 64 * 1024
 """Requests up to this size are written in one piece."""
@@ -55,22 +58,6 @@ CHAT_EVENTS = 2
 """Events of a streamed chat that bring no token: the first, with the role, and the last. Of a
 completion only the last one does not.
 """
-
-
-class Sink(Protocol):
-    """Where the client's answer goes. ``finish`` or ``abort`` comes last."""
-
-    def send_head(self, status: int, headers: RawHeaders, body_bytes: int | None) -> None:
-        """Status line and headers; ``body_bytes`` None for a body whose length is not known."""
-
-    def send_body(self, data: bytes, is_last: bool = False) -> None:
-        """The next bytes; ``is_last`` when ``finish`` follows at once."""
-
-    def finish(self) -> None:
-        """The answer is complete."""
-
-    def abort(self) -> None:
-        """Close the connection so that the client sees an incomplete answer."""
 
 
 class LateEnd:
@@ -116,6 +103,7 @@ class Exchange:
         "_shared_headers",
         "_sink",
         "_tenant_tag",
+        "_trace",
         "client_request_id",
         "id",
         "server_timing",
@@ -133,6 +121,7 @@ class Exchange:
         tenant_tag: str = "",
         marks: Marks = NO_MARKS,
         name_response: Callable[[str], str] | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
         """``name_response`` gives the id of a response that the engine of that incarnation is to
         make.
@@ -153,6 +142,7 @@ class Exchange:
         self._tenant_tag = tenant_tag
         self._name_response = name_response
         self._figures = figures_of(request.endpoint)
+        self._trace = trace
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._answer: DecodeAnswer | None = None
@@ -185,7 +175,8 @@ class Exchange:
         elif self._answer is not None:
             found = self._answer.counts(CHAT_EVENTS if self._request.endpoint == CHAT else 1)
             prompt, answered = found.prompt or prompt, found.answer
-        return Tally(self.client_request_id, prompt, answered, self._request.output_tokens)
+        limit = self._request.output_tokens
+        return Tally(self.client_request_id, prompt, answered, limit, self._trace)
 
     # Orders of the core
 
@@ -209,6 +200,7 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=self._marks.joined,
             prompt_bytes=self._marks.prompt_bytes,
+            traceparent=traceparent_of(self._trace, DECODE_LEG),
         )
         self._send_decode(order, self._params(for_decode))
 
@@ -228,10 +220,11 @@ class Exchange:
             tenant=self._tenant_tag,
             marks=marks.joined,
             prompt_bytes=marks.prompt_bytes,
+            traceparent=traceparent_of(self._trace, PREFILL_LEG),
         )
         body = self._present_request.prefill_body(self._params(for_prefill), self._salt)
         listener = PrefillListener(self._driver, self.id, order.attempt, on_answer)
-        self._prefill = self._send(order.prefill, [body], listener)
+        self._prefill = self._send(order.prefill, [body], listener, PREFILL_LEG)
 
     def start_alone(self, order: StartAlone) -> None:
         """Send the whole request to the decode node."""
@@ -273,16 +266,16 @@ class Exchange:
         """An error status, an error event in a stream, or a broken-off answer."""
         self._send_late()
         error = ApiError(order.status, order.message, retry_after_s=order.retry_after_s)
+        error.endpoint = self._request.endpoint
         if not self._is_answered:
-            body = error.body(self._request.endpoint)
-            self._answer_at_once(error.status, error.headers(self.client_request_id), body)
+            self._answer_at_once(error.status, error.headers(self.client_request_id), error.body())
         elif self._is_sent:
             self.finish_answer()
         elif self._sent is not None and self._sent.is_finished:
             self._send_tail(self._sent)
         elif self._is_event_stream:
             start = b"" if self._is_between_events else b"\n\n"
-            self.send_answer_body(start + error.event(self._request.endpoint), True)
+            self.send_answer_body(start + error.event(), True)
             self.finish_answer()
         else:
             self._abort()
@@ -473,7 +466,7 @@ class Exchange:
         body = self._present_request.decode_body(
             params, self._salt, with_ids=with_ids, response_id=response_id
         )
-        self._decode = self._send(order.decode, body, self._answer)
+        self._decode = self._send(order.decode, body, self._answer, DECODE_LEG)
         self._answer.leg = self._decode
 
     def _send(
@@ -481,6 +474,7 @@ class Exchange:
         node: NodeDescription,
         body: Sequence[bytes | memoryview],
         listener: PrefillListener | DecodeAnswer,
+        span: str,
     ) -> Leg:
         address = EngineAddress.of(node.engine_url)
         size = sum(map(len, body))
@@ -488,7 +482,7 @@ class Exchange:
             self._request.target or PATHS[self._request.endpoint],
             f"{address.host}:{address.port}",
             node.engine_api_key,
-            self._shared_headers,
+            self._shared_headers + header_policy.trace_line(self._trace, span),
             size,
             self._request.method,
         )

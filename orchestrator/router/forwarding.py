@@ -21,6 +21,7 @@ from splitserve.orchestrator.router.exchange import Exchange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.observe.trace_context import TraceIds
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.endpoints import Forwarded
     from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
@@ -37,8 +38,10 @@ class Forwarding:
         tenants: Tenants,
         response_ids: ResponseIds,
         new_id: Callable[[], str],
+        trace_ids: TraceIds | None = None,
     ) -> None:
         self._driver = driver
+        self._trace_ids = trace_ids
         self._tenants = tenants
         self._response_ids = response_ids
         self._new_id = new_id
@@ -88,14 +91,18 @@ class Forwarding:
             target=target,
             needs_kv=False,
         )
+        trace = None
+        if self._trace_ids is not None:
+            trace = self._trace_ids.place_of(request.header(b"traceparent"))
         exchange = Exchange(
             self._driver,
             own_id,
             sent,
-            header_policy.to_engines(request.headers, client_id),
+            header_policy.to_engines(request.headers, client_id, trace),
             client_id,
             None,
             connection,
+            trace=trace,
         )
         connection.listener = exchange
         arrived = RequestArrived(

@@ -4,10 +4,11 @@ To both engines: everything the client sent (``traceparent``, ``user-agent``, it
 except hop-by-hop headers and those that ``Connection`` names, what describes the message on its own
 connection (``host``, ``content-length``, ``expect``, ``accept-encoding``, ``content-encoding``,
 ``content-type``, which is always JSON), ``x-data-parallel-rank`` (steers an engine),
-``x-splitserve-timing`` (a wish to the router), and ``authorization``, in whose place the engine's
-own key goes. ``x-request-id`` is the client's when
-it is printable ASCII of at most 128 characters, else the router's; it is the same on both legs and
-in the answer.
+``x-splitserve-timing`` (a wish to the router), and clients' keys (``authorization``,
+``x-api-key``), in whose place the engine's own one goes. Where the router takes part in traces,
+each leg gets a ``traceparent`` of its own instead of the client's, and ``tracestate`` goes along
+only with a trace that is continued. ``x-request-id`` is the client's when it is printable ASCII of
+at most 128 characters, else the router's; it is the same on both legs and in the answer.
 
 Back to the client: everything the decode engine sent except hop-by-hop headers, ``content-length``
 (set anew), ``date`` and ``server``.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from splitserve.orchestrator.observe.trace_context import TraceContext
     from splitserve.orchestrator.router.engine_client import RawHeaders
 
 HOP_BY_HOP: Final = frozenset(
@@ -43,10 +45,13 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
     b"accept-encoding",
     b"expect",
     b"authorization",
+    b"x-api-key",
     b"x-data-parallel-rank",
     b"x-request-id",
     b"x-splitserve-timing",
 }
+_NOT_TO_ENGINES_TRACED: Final = _NOT_TO_ENGINES | {b"traceparent"}
+_NOT_TO_ENGINES_NEW_TRACE: Final = _NOT_TO_ENGINES_TRACED | {b"tracestate"}
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
 
 REQUEST_ID_LIMIT_CHARACTERS = 128
@@ -61,8 +66,15 @@ def request_id_of(value: bytes | None, own: str) -> str:
     return own
 
 
-def to_engines(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> bytes:
-    """The header lines that both legs share."""
+def to_engines(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str, trace: TraceContext | None = None
+) -> bytes:
+    """The header lines that both legs share. Those of the request's place in a trace are not among
+    them: see ``trace_line``.
+    """
+    dropped = _NOT_TO_ENGINES
+    if trace is not None:
+        dropped = _NOT_TO_ENGINES_TRACED if trace.parent else _NOT_TO_ENGINES_NEW_TRACE
     lines = []
     named: frozenset[bytes] = frozenset()
     kept = []
@@ -70,13 +82,18 @@ def to_engines(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> bytes
         lower = name.lower()
         if lower == b"connection":
             named |= {token.strip().lower() for token in value.split(b",")}
-        elif lower not in _NOT_TO_ENGINES:
+        elif lower not in dropped:
             kept.append((lower, value))
     for name, value in kept:
         if name not in named:
             lines.append(name + b": " + value + b"\r\n")
     lines.append(b"x-request-id: " + request_id.encode() + b"\r\n")
     return b"".join(lines)
+
+
+def trace_line(trace: TraceContext | None, span: str) -> bytes:
+    """The header line of the leg that is ``span``, where the router takes part in traces."""
+    return b"" if trace is None else f"traceparent: {trace.traceparent(span)}\r\n".encode()
 
 
 def to_client(headers: RawHeaders, request_id: str) -> RawHeaders:

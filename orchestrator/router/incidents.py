@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection
 
     from splitserve.orchestrator.core.membership import Node
 
 KEPT_INCIDENTS = 200
 REPEAT_S = 60.0
-"""An equal incident within this time is a repetition."""
+"""An equal incident within this time, with nothing else of its node between, is a repetition."""
 COMPARED_INCIDENTS = 16
 """The latest ones, with which a new one is compared."""
 TEXT_LIMIT_CHARACTERS = 500
@@ -91,7 +91,7 @@ class Incidents:
         if self.on_incident is not None:
             self.on_incident(incident)
 
-    def note_silence(self, nodes: Iterable[Node]) -> None:
+    def note_silence(self, nodes: Collection[Node]) -> None:
         """Which of all nodes are silent by now, and which have been heard again."""
         silent = {node.name for node in nodes if node.is_silent}
         if silent == self._silent:
@@ -111,7 +111,7 @@ class Incidents:
         """The incident that happens again."""
         for number in range(1, min(COMPARED_INCIDENTS, len(self._kept)) + 1):
             incident = self._kept[-number]
-            is_equal = (incident.kind, incident.node, incident.text) == (kind, node, text)
-            if is_equal and now - incident.at_unix_s < REPEAT_S:
-                return incident
+            if incident.node == node:
+                is_equal = (incident.kind, incident.text) == (kind, text)
+                return incident if is_equal and now - incident.at_unix_s < REPEAT_S else None
         return None

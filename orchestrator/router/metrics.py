@@ -14,9 +14,9 @@ from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -24,71 +24,73 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from splitserve.kv_transfer.cache.engine_cache import GAUGES
 from splitserve.orchestrator.core.audit import REMEDIES
 from splitserve.orchestrator.core.breaker import BreakerState
+from splitserve.orchestrator.observe.own_version import own_version
+from splitserve.orchestrator.router.cache_metrics import cache_families
+from splitserve.orchestrator.router.connector_metrics import connector_families
 from splitserve.orchestrator.router.request_parts import PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client.metrics_core import Metric
 
+    from splitserve.kv_transfer.cache.control_messages import Stat
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
     from splitserve.orchestrator.router.request_log import Account
+    from splitserve.orchestrator.router.span_pipe import SpanPipe
     from splitserve.orchestrator.router.token_counts import Tally
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BYTES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**30, 2**32, 2**34)
-_ENGINE_FIGURES = (
-    "running",
-    "waiting",
-    "free_blocks",
-    "open_transfers",
-    "leased_blocks",
-    "quarantined_transfers",
-    "quarantined_blocks",
-)
+_ENGINE_FIGURES = {
+    "running": "Requests that the engine computes",
+    "waiting": "Requests that wait in the engine",
+    "free_blocks": "KV blocks that nobody uses",
+    "total_blocks": "KV blocks of the engine",
+    "open_transfers": "Transfers that are under way at the engine",
+    "leased_blocks": "KV blocks of computed prompts that wait for a peer",
+    "quarantined_transfers": "Cancelled transfers whose writer has not given its word yet",
+    "quarantined_blocks": "KV blocks kept back because somebody may still write into them",
+}
+"""Fields of the node's latest report, and the text of their gauges."""
+_SIMPLE_COUNTERS = {
+    "prefill_leg_failures": (
+        "Prefill legs of the last attempt that were answered with an error status"
+    ),
+    "stream_continuations": "Streams that another decode node went on with",
+    "decode_leg_retries": "Attempts beyond the first",
+}
 _BREAKER_VALUES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
-_NODE_COUNTERS_LIMIT = 64
-"""Different counters of connectors that are shown; the sum of all others is ``other``."""
 
 
 class RouterMetrics:
     """Counts what requests did; ``render`` gives the text that Prometheus reads."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        *,
+        deaths: Mapping[str, int] | None = None,
+        ttft_target_s: float | None = None,
+    ) -> None:
+        self._core = core
+        self._deaths = {} if deaths is None else deaths
+        self._ttft_target_s = ttft_target_s
         self._registry = CollectorRegistry()
         self._histograms: dict[str, list[_Histogram]] = {}
         """By name: one, or one for each value of a label."""
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
+        self._cache: Stat | None = None
         self._requests: TallyCounter[tuple[str, str, int]] = TallyCounter()
         self._decided: TallyCounter[str] = TallyCounter()
         self._expected_cached: TallyCounter[str] = TallyCounter()
-        self._prefill_failures = Counter(
-            "splitserve_prefill_leg_failures",
-            "Prefill legs of the last attempt that were answered with an error status",
-            registry=self._registry,
-        )
-        self._continuations = Counter(
-            "splitserve_stream_continuations",
-            "Streams that another decode node went on with",
-            registry=self._registry,
-        )
-        self._retries = Counter(
-            "splitserve_decode_leg_retries",
-            "Attempts beyond the first",
-            registry=self._registry,
-        )
-        self._refused_before_core = Counter(
-            "splitserve_requests_refused_at_the_door",
-            "Requests answered before they were admitted, by status",
-            ("status",),
-            registry=self._registry,
-        )
+        self._simple: TallyCounter[str] = TallyCounter()
+        self._refused_before_core: TallyCounter[int] = TallyCounter()
         self._first_data = self._histogram(
             "splitserve_time_to_first_token_seconds",
             "From arrival to the first data event of a streamed answer",
@@ -136,11 +138,11 @@ class RouterMetrics:
             if timeline.prefill_answered is not None:
                 self._prefill_leg.observe(timeline.prefill_answered - dispatched)
                 if (timeline.prefill_status or 0) >= 400:
-                    self._prefill_failures.inc()
+                    self._simple["prefill_leg_failures"] += 1
             if timeline.attempts > 1:
-                self._retries.inc(timeline.attempts - 1)
+                self._simple["decode_leg_retries"] += timeline.attempts - 1
             if timeline.continuations:
-                self._continuations.inc(timeline.continuations)
+                self._simple["stream_continuations"] += timeline.continuations
         if timeline.streaming and timeline.first_data is not None:
             self._first_data.observe(timeline.first_data - received)
         if timeline.last_data is not None:
@@ -161,10 +163,31 @@ class RouterMetrics:
 
     def refused(self, status: int) -> None:
         """One request was answered before it was admitted."""
-        self._refused_before_core.labels(str(status)).inc()
+        self._refused_before_core[status] += 1
 
-    def render(self) -> bytes:
-        """The text exposition format."""
+    def count_traces(self, spans: SpanPipe) -> None:
+        """What becomes of traced requests is shown, too."""
+
+        def families() -> Iterable[Metric]:
+            family = CounterMetricFamily(
+                "splitserve_traced_requests",
+                "Requests whose spans the collector took (exported) or not (failed), or that came "
+                "faster than spans could be sent (dropped)",
+                labels=("result",),
+            )
+            for result, count in asdict(spans.counts).items():
+                family.add_metric([result], count)
+            yield family
+
+        self._registry.register(_Calls(families))
+
+    def show_cache(self) -> None:
+        """The cluster has a cache: its server's figures are shown, too."""
+        self._registry.register(_Calls(lambda: cache_families(self._cache)))
+
+    def render(self, cache: Stat | None = None) -> bytes:
+        """The text exposition format; ``cache`` is what the cache server has just said."""
+        self._cache = cache
         return generate_latest(self._registry)
 
     def _families(self) -> Iterable[Metric]:
@@ -177,6 +200,18 @@ class RouterMetrics:
         for (endpoint, outcome, status), count in self._requests.items():
             requests.add_metric([endpoint, outcome, str(status)], count)
         yield requests
+        refused = CounterMetricFamily(
+            "splitserve_requests_refused_at_the_door",
+            "Requests answered before they were admitted, by status",
+            labels=("status",),
+        )
+        for status, count in self._refused_before_core.items():
+            refused.add_metric([str(status)], count)
+        yield refused
+        for name, text in _SIMPLE_COUNTERS.items():
+            simple = CounterMetricFamily(f"splitserve_{name}", text)
+            simple.add_metric([], self._simple[name])
+            yield simple
         decisions = CounterMetricFamily(
             "splitserve_disaggregation_decisions",
             "Where requests were placed",
@@ -200,6 +235,29 @@ class RouterMetrics:
             for histogram in histograms:
                 histogram.add_to(family)
             yield family
+        yield from self._surroundings()
+
+    def _surroundings(self) -> Iterable[Metric]:
+        build = GaugeMetricFamily(
+            "splitserve_build_info", "1, labelled with the router's version", labels=("version",)
+        )
+        build.add_metric([own_version()], 1)
+        yield build
+        target = GaugeMetricFamily(
+            "splitserve_time_to_first_token_target_seconds",
+            "The target of policy.autotune.ttft_ms, where there is one",
+        )
+        if self._ttft_target_s is not None:
+            target.add_metric([], self._ttft_target_s)
+        yield target
+        deaths = CounterMetricFamily(
+            "splitserve_engine_deaths",
+            "Engines that ended without having been asked to",
+            labels=("node",),
+        )
+        for node in sorted(self._core.membership.nodes.keys() | self._deaths.keys()):
+            deaths.add_metric([node], self._deaths.get(node, 0))
+        yield deaths
 
     def _histogram(
         self,
@@ -269,6 +327,11 @@ class _CoreCollector(Collector):
         running.add_metric([], len(core.requests) - len(core.queue))
         yield waiting
         yield running
+        limit = GaugeMetricFamily(
+            "splitserve_queue_limit_requests", "Requests that may wait in the router's queue"
+        )
+        limit.add_metric([], core.limits.queue_limit_requests)
+        yield limit
         nodes = list(core.membership.nodes.values())
         yield self._per_node("ready", "1 when the node gets new work", nodes, lambda n: n.is_usable)
         yield self._per_node("prefill_legs", "Prefill legs out", nodes, lambda n: n.prefill_legs)
@@ -286,10 +349,10 @@ class _CoreCollector(Collector):
         flips.add_metric([], core.flips)
         yield flips
         yield from self._breakers(nodes)
-        for field in _ENGINE_FIGURES:
+        for field, text in _ENGINE_FIGURES.items():
             yield self._per_node(
                 field,
-                f"The engine's own figure: {field.replace('_', ' ')}",
+                text,
                 [node for node in nodes if node.state is not None],
                 attrgetter(f"state.{field}"),
             )
@@ -314,26 +377,7 @@ class _CoreCollector(Collector):
         for what, count in core.fencing.ended.items():
             ended.add_metric([what], count)
         yield ended
-        counters = CounterMetricFamily(
-            "splitserve_connector", "Counters of the connectors", labels=("node", "counter")
-        )
-        gauges = GaugeMetricFamily(
-            "splitserve_cache_client",
-            "What an engine holds for the shared cache now, and what it measures",
-            labels=("node", "figure"),
-        )
-        for node in nodes:
-            reported = node.state.counters if node.state else {}
-            for name in sorted(GAUGES & reported.keys()):
-                gauges.add_metric([node.name, name], reported[name])
-            values = sorted((n, v) for n, v in reported.items() if n not in GAUGES)
-            shown, rest = values[:_NODE_COUNTERS_LIMIT], values[_NODE_COUNTERS_LIMIT:]
-            if rest:
-                shown.append(("other", sum(value for _, value in rest)))
-            for name, value in shown:
-                counters.add_metric([node.name, name], value)
-        yield counters
-        yield gauges
+        yield from connector_families(nodes)
 
     def _differences(self, nodes: list[Node]) -> Metric:
         """One value per node and kind, also where nothing differs."""

@@ -36,6 +36,7 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _LINES = "application/x-ndjson"
 _TEXT = "text/plain"
+_PAGE = "text/html"
 
 _DOOR: Final = (400, 401, 404, 413, 415, 429, 431)
 """What the router, or an engine, may say of a client's request."""
@@ -185,8 +186,9 @@ _FOR_EVERYBODY: Final = (
     Operation("GET", "/health", "Whether a decode node is ready", EVERYBODY, errors=(503,)),
     Operation("GET", "/ping", "The same without a body", EVERYBODY, answers=(), errors=(503,)),
     Operation("POST", "/ping", "The same without a body", EVERYBODY, answers=(), errors=(503,)),
-    Operation("GET", "/metrics", "Prometheus metrics", EVERYBODY, answers=(_TEXT,)),
+    Operation("GET", "/metrics", "Prometheus metrics", EVERYBODY, answers=(_TEXT,), errors=(429,)),
     Operation("GET", OPENAPI_PATH, "This document", EVERYBODY),
+    Operation("GET", "/dashboard", "The cluster as a page", EVERYBODY, answers=(_PAGE,)),
 )
 
 
@@ -196,7 +198,15 @@ def _operator_operations() -> list[Operation]:
     ordered: tuple[int, ...] = (400, 401, 404, 409)
     return [
         Operation("GET", "/internal/status", "Nodes, load and the latest requests", OPERATORS),
+        Operation(
+            "GET", "/internal/events", "The same as it changes", OPERATORS, answers=(_EVENTS,),
+            errors=(429,),
+        ),
         Operation("GET", "/internal/audit", "What nodes hold that nobody owns", OPERATORS),
+        Operation(
+            "GET", "/internal/http_sd", "Where Prometheus finds router and engines", OPERATORS,
+            errors=(400,),
+        ),
         Operation(
             "GET", "/internal/timeline/{request_id}", "When what happened to a request", OPERATORS,
             errors=(404,), parameters=(request_id,),
@@ -276,7 +286,7 @@ def document(*, has_cache: bool, wants_keys: bool) -> bytes:
 
 
 def _described(operation: Operation, *, wants_keys: bool) -> dict[str, Any]:
-    content = {kind: {"schema": {}} for kind in operation.answers}
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in operation.answers}
     good = {"description": "The answer", **({"content": content} if content else {})}
     answers: dict[str, Any] = {str(status): good for status in operation.good}
     errors = set(operation.errors) | ({401} if operation.caller != EVERYBODY else set())

@@ -20,9 +20,9 @@ from splitserve.orchestrator.router.errors import ApiError
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
-    from splitserve.orchestrator.router.exchange import Sink
     from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.prompt_marks import Marks
+    from splitserve.orchestrator.router.sink import Sink
     from splitserve.orchestrator.router.token_counts import Tally
 
 RECORDING_PATH = "/internal/recording"

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from splitserve.orchestrator.observe.trace_context import SERVER
 from splitserve.orchestrator.router.request_parts import Moments, overlap_of, parts_of
 from splitserve.orchestrator.router.transfer_facts import NO_TRANSFER, Transfer, is_in_time
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from splitserve.orchestrator.core.effects import Timeline
+    from splitserve.orchestrator.router.span_pipe import SpanPipe
     from splitserve.orchestrator.router.token_counts import Tally
     from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
@@ -29,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 0.2
 HELD_LIMIT_LINES = 1000
-"""Of more, those that wait for nothing are written, and then all."""
+"""Then those that wait for nothing are written, and if that leaves more than half of them, all."""
+WRITTEN_TOGETHER_LINES = 32
+"""Memory for so many is used again and again; for a thousand it would be new each time, which takes
+longer than all else about a line.
+"""
 FACTS_WAIT_S = 1.5
 """How long a request that has ended waits for what its nodes know of its transfer."""
 
@@ -64,12 +70,16 @@ class Entry:
 class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
-    def __init__(self, stream: IO[bytes] | None, kept_requests: int) -> None:
+    def __init__(
+        self, stream: IO[bytes] | None, kept_requests: int, spans: SpanPipe | None = None
+    ) -> None:
         self.on_final: list[Callable[[Timeline, Tally, Account], None]] = []
         """Who wants to know where each request's time went, once that is known or not waited for
         any more.
         """
         self._stream = stream
+        self._spans = spans
+        """Who makes spans of the requests that are traced."""
         self._kept: deque[Entry] = deque(maxlen=kept_requests)
         self._unwritten: list[Entry] = []
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -84,7 +94,7 @@ class RequestLog:
         self._unwritten.append(entry)
         if len(self._unwritten) >= HELD_LIMIT_LINES:
             self._write_due()
-            if len(self._unwritten) >= HELD_LIMIT_LINES:
+            if len(self._unwritten) > HELD_LIMIT_LINES // 2:
                 self.flush()
         self._arm()
 
@@ -99,12 +109,9 @@ class RequestLog:
         """The latest timelines, oldest first."""
         return [self._record(entry) for entry in list(self._kept)[-count:]]
 
-    def record(self, timeline: Timeline, tally: Tally) -> dict[str, Any]:
-        """A request that has ended as the log shows it, by what is known now."""
-        for entry in reversed(self._kept):
-            if entry.timeline is timeline:
-                return self._record(entry)
-        return self._record(Entry(timeline, tally))
+    def record(self, timeline: Timeline, tally: Tally, account: Account) -> dict[str, Any]:
+        """A request that has ended, as its line shows it."""
+        return as_record(timeline, tally, self._wall_offset, account)
 
     def flush(self) -> None:
         """Everything added so far is written."""
@@ -122,8 +129,12 @@ class RequestLog:
 
     def _time_passed(self) -> None:
         self._flush_timer = None
-        self._write_due()
-        self._arm()
+        # The wall clock may have been set, or the machine have slept
+        self._wall_offset = time.time() - time.monotonic()
+        try:
+            self._write_due()
+        finally:
+            self._arm()
 
     def _write_due(self) -> None:
         """Those that wait for nothing any more."""
@@ -146,12 +157,26 @@ class RequestLog:
 
     def _write(self, entries: Iterable[tuple[Entry, Account]]) -> None:
         lines: list[bytes] = []
+        traced: list[bytes] = []
         for entry, account in entries:
             for tell in self.on_final:
                 tell(entry.timeline, entry.tally, account)
-            if self._stream is not None:
-                record = as_record(entry.timeline, entry.tally, self._wall_offset, account)
-                lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+            is_traced = self._spans is not None and entry.tally.is_traced
+            if self._stream is None and not is_traced:
+                continue
+            record = self.record(entry.timeline, entry.tally, account)
+            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            lines.append(line)
+            if is_traced:
+                traced.append(line)
+            if len(lines) >= WRITTEN_TOGETHER_LINES:
+                self._hand_over(lines, traced)
+                lines, traced = [], []
+        self._hand_over(lines, traced)
+
+    def _hand_over(self, lines: list[bytes], traced: list[bytes]) -> None:
+        if traced and self._spans is not None:
+            self._spans.send(traced)
         if lines and self._stream is not None:
             self._write_lines(self._stream, lines)
 
@@ -169,7 +194,7 @@ class RequestLog:
             self._lost_lines = 0
 
     def _record(self, entry: Entry) -> dict[str, Any]:
-        return as_record(entry.timeline, entry.tally, self._wall_offset, entry.account())
+        return self.record(entry.timeline, entry.tally, entry.account())
 
 
 def account_of(timeline: Timeline, transfer: Transfer, now: float | None = None) -> Account:
@@ -220,11 +245,12 @@ def as_record(
     def after(moment: float | None) -> float | None:
         return None if moment is None else round((moment - received) * 1e6) / 1000
 
+    trace = tally.trace
     return {
         "event": "request",
         "request_id": tally.client_request_id,
         "id": timeline.request_id,
-        "received_unix_s": round(received + wall_offset, 3),
+        "received_unix_s": round(received + wall_offset, 6),
         "endpoint": timeline.endpoint,
         "tenant": timeline.tenant,
         "streaming": timeline.streaming,
@@ -268,4 +294,6 @@ def as_record(
         "status": timeline.status,
         "outcome": timeline.outcome,
         "reason": timeline.reason,
+        "traceparent": None if trace is None else trace.traceparent(SERVER),
+        "parent_span_id": (trace.parent or None) if trace is not None else None,
     }

@@ -47,7 +47,7 @@ class ResponseIds:
             message = "'request_id' has the form of the ids that are given out here"
             raise ApiError(400, message, param="request_id")
 
-    def holder(self, response_id: str, tenant: str, param: str = "response_id") -> str:
+    def holder(self, response_id: str, tenant: str) -> str:
         """The incarnation of the engine that holds the response. Raises ``ApiError`` 404 when there
         is none, or the response is not that tenant's.
         """
@@ -60,12 +60,17 @@ class ResponseIds:
                     incarnation = node.description.incarnation
                     if self._life_of(incarnation) == named[_RANDOM_BYTES:]:
                         return incarnation
-                reason = "the engine that held it has left or was restarted"
-                raise ApiError(404, f"Response with id '{shown}' not found: {reason}.", param=param)
-        raise ApiError(404, f"Response with id '{shown}' not found.", param=param)
+                raise _not_found(f"'{shown}' not found: its engine has left or was restarted.")
+        raise _not_found(f"'{shown}' not found.")
 
     def _life(self, incarnation: str) -> bytes:
         return mac(self._secret, "engine's life", incarnation.encode())[:_LIFE_BYTES]
 
     def _mac(self, tenant: str, named: bytes) -> bytes:
         return mac(self._secret, PURPOSE, tenant.encode(), named)
+
+
+def _not_found(what: str) -> ApiError:
+    """As vLLM says it."""
+    message = f"Response with id {what}"
+    return ApiError(404, message, param="response_id", kind="invalid_request_error")

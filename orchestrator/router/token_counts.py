@@ -8,7 +8,10 @@ token, as a rule.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.observe.trace_context import TraceContext
 
 _PROMPT = b'"prompt_tokens":'
 _ANSWER = b'"completion_tokens":'
@@ -38,6 +41,13 @@ class Tally(NamedTuple):
     """Of the answer that the client was sent; None without an answer."""
     output_limit_tokens: int | None = None
     """What the client allowed."""
+    trace: TraceContext | None = None
+    """Its place in a trace, where traces are made."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether spans are made of it."""
+        return self.trace is not None and self.trace.is_sampled
 
 
 class AnswerCounter:

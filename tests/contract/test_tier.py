@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -280,6 +281,15 @@ def test_every_tier_lists_what_begins_alike(store: Store, monkeypatch: pytest.Mo
     removed = [key for key in store.tier.listed(kinds[0]) if store.tier.remove([key])]
     assert set(removed) == keys[kinds[0]]
     assert set(store.tier.listed(b"")) == keys[kinds[1]]
+
+
+def test_a_remote_tier_tells_the_time(store: Store) -> None:
+    """Its server's, which runs here; any other has no clock of its own."""
+    told = store.tier.clock_unix_s()
+    if store.tier.capabilities.is_remote:
+        assert told == pytest.approx(time.time(), abs=10)
+    else:
+        assert told is None
 
 
 def test_closing_again_is_no_error(store: Store) -> None:

@@ -117,7 +117,9 @@ async def test_the_second_request_hits(cluster: Cluster) -> None:
 
 
 async def test_estimates_and_outcomes_are_metrics(cluster: Cluster) -> None:
-    """What only grows is a counter, what goes up and down a gauge, each under its node."""
+    """What only grows is a counter, what goes up and down a gauge, each under its node; every
+    figure has a family of its own.
+    """
     prompt = prompt_of(3 * CHUNK + 5, start=9)
     for _ in range(2):
         await cluster.text(prompt)
@@ -130,16 +132,16 @@ async def test_estimates_and_outcomes_are_metrics(cluster: Cluster) -> None:
             return await response.text()
 
     expected = [
-        f'splitserve_connector_total{{counter="cache_{name}",node="decode-0"}}'
+        f'splitserve_cache_client_{name}_total{{node="decode-0",role="decode"}}'
         for name in ("load_estimate_seconds", "load_outcome_seconds", "hit_chunks")
-    ] + ['splitserve_cache_client{figure="cache_connected",node="decode-0"} 1.0']
+    ] + ['splitserve_cache_client_connections_open{node="decode-0",role="decode"}']
     end = time.monotonic() + 10.0
     text = await shown()
     while missing := [line for line in expected if line not in text]:
         assert time.monotonic() < end, missing
         await asyncio.sleep(POLL_S)
         text = await shown()
-    assert 'counter="cache_connected"' not in text
+    assert 'counter="cache_' not in text
 
 
 async def test_turn_two_hits_the_answer_of_turn_one(cluster: Cluster) -> None:

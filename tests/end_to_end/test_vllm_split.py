@@ -19,8 +19,10 @@ import psutil
 import pytest
 from end_to_end.conformance.run import REAL_ROWS, counted, run, transfer_problems
 from end_to_end.conformance.sides import REQUEST_LIMIT_S, OneCluster
+from support.otlp_receiver import otlp_receiver
+from support.promtool import OBSERVABILITY, metrics_in
 from support.split_client import Split, start_split, stop_split
-from support.timelines import assert_whole_timeline, complete_record
+from support.timelines import assert_whole_timeline, streamed_record
 from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
@@ -39,21 +41,32 @@ router: {{port: 0}}
 prefill: &pool
   cpus: [[0]]
   kv_cache_bytes: 1 GB
-  env: {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {log}}}
+  env: {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {log}, OTEL_BSP_SCHEDULE_DELAY: "200"}}
   engine_args: {{dtype: float32, block_size: 128, max_model_len: 2048, enforce_eager: true,
     max_num_batched_tokens: 512, enable_prompt_tokens_details: true}}
   transfer: {{transport: nixl, lease_s: 15}}
 decode:
   <<: *pool
   cpus: [[1]]
+observability: {{tracing: {{otlp_endpoint: "http://127.0.0.1:OTLP_PORT", sample_ratio: 0}}}}
 """
+CALLER = "b7ad6b7169203331"
 
 
 @pytest.fixture(scope="module")
-def split(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+def otlp_port(free_port: Callable[[], int]) -> int:
+    """Where the collector of traces is, while a test has one."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def split(
+    real_model: Path, otlp_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Split]:
     """One prefill and one decode engine behind a router."""
     folder = tmp_path_factory.mktemp("vllm")
-    split = start_split(CLUSTER.replace("MODEL", str(real_model)), folder, START_LIMIT_S)
+    text = CLUSTER.replace("MODEL", str(real_model)).replace("OTLP_PORT", str(otlp_port))
+    split = start_split(text, folder, START_LIMIT_S)
     yield split
     if split.up.process.poll() is None:
         stop_split(split)
@@ -136,13 +149,9 @@ async def test_a_timeline_has_every_part(split: Split) -> None:
     parts that add up to the time to the first token, and every page.
     """
     (prompt,) = prompts([1200], seed=7)
-    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "stream": True, "ignore_eos": True}
-    async with aiohttp.ClientSession(headers={"X-Request-Id": "whole"}) as session:
+    async with aiohttp.ClientSession() as session:
         await split.forget_prefixes(session)
-        async with session.post(split.url + "/v1/completions", json=body) as answer:
-            assert answer.status == 200
-            assert b"[DONE]" in await answer.read()
-    record = await complete_record(split.url, "whole")
+    record = await streamed_record(split.url, prompt, 8)
     node = (await split.nodes())["decode-0"]
     assert_whole_timeline(
         record,
@@ -151,6 +160,53 @@ async def test_a_timeline_has_every_part(split: Split) -> None:
         page_bytes=node["kv_bytes_per_token"] * BLOCK // LAYERS,
     )
     assert record["transfer_hidden_ms"] > 0
+
+
+async def test_engines_are_in_a_requests_trace(split: Split, otlp_port: int) -> None:
+    """Both engines' own spans are below the legs that the router sent them, transfers beside them;
+    all in the client's trace, and their times fit into it.
+    """
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    (prompt,) = prompts([700], seed=11)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
+    headers = {"traceparent": f"00-{trace_id}-{CALLER}-01"}
+    async with otlp_receiver(otlp_port) as receiver, aiohttp.ClientSession() as session:
+        url = f"{split.url}/v1/completions"
+        async with session.post(url, json=body, headers=headers) as response:
+            assert response.status == 200
+            await response.read()
+        spans = await receiver.wait_for(lambda spans: len(spans) >= 8)
+    assert {span.trace_id for span in spans} == {trace_id}
+    legs = {span.span_id: span.name for span in spans if span.service == "splitserve-router"}
+    (whole,) = (span for span in spans if span.parent_id == CALLER)
+    below = {
+        (legs[span.parent_id], span.instance, span.name)
+        for span in spans
+        if span.service != "splitserve-router"
+    }
+    assert below == {
+        ("prefill leg", "prefill-0", "llm_request"),
+        ("prefill leg", "prefill-0", "transfer send"),
+        ("decode leg", "decode-0", "llm_request"),
+        ("decode leg", "decode-0", "transfer receive"),
+    }
+    for span in spans:
+        assert whole.start <= span.start <= span.end
+    assert len(spans) == 8
+
+
+async def test_engines_have_the_metrics_that_the_dashboard_asks_for(split: Split) -> None:
+    """At the addresses that http_sd gives, without a key."""
+    asked = metrics_in((OBSERVABILITY / "grafana-dashboard.json").read_text())
+    asked = {name for name in asked if name.startswith("vllm:")}
+    assert asked
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{split.url}/internal/http_sd") as response:
+            targets = await response.json()
+        for target in targets[1:]:
+            async with session.get(f"http://{target['targets'][0]}/metrics") as response:
+                text = await response.text()
+            assert {name for name in asked if f"\n{name}{{" not in text} == set()
 
 
 async def test_known_prefixes_are_not_sent_again(split: Split) -> None:

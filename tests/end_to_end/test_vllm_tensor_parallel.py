@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from support.split_client import start_split, stop_split
+from support.timelines import assert_whole_timeline, streamed_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,8 +56,8 @@ CPUS = {1: "[0]", 2: "[0, 1]"}
 async def test_text_equals_one_engine(
     tiny_model: Path, tmp_path: Path, prefill: int, decode: int, transport: str
 ) -> None:
-    """Greedy tokens equal those of the prefill engine alone, one at a time and eight at a time, and
-    every rank received the pages of its heads.
+    """Greedy tokens equal those of the prefill engine alone, one at a time and eight at a time;
+    every rank received the pages of its heads, and a request's timeline counts those of all.
     """
     config = (
         CLUSTER.replace("MODEL", str(tiny_model))
@@ -81,7 +82,17 @@ async def test_text_equals_one_engine(
                 plain = await split.ask_one_engine(session, "prefill-0", prompt, 12)
                 assert first["token_ids"] == plain["token_ids"], f"{len(prompt)} tokens"
                 assert second["token_ids"] == plain["token_ids"], f"{len(prompt)} tokens, at once"
+            await split.forget_prefixes(session)
         sources = max(1, prefill // decode)
+        whole = [draw.randrange(1, 250) for _ in range(500)]
+        pages_sent = sources * decode * LAYERS * -(-500 // BLOCK)
+        bytes_per_token = (await split.nodes())["decode-0"]["kv_bytes_per_token"]
+        assert_whole_timeline(
+            await streamed_record(split.url, whole, 4),
+            layers=LAYERS,
+            pages=pages_sent,
+            page_bytes=bytes_per_token * BLOCK // (sources * decode * LAYERS),
+        )
         expected = sorted(sources * LAYERS * -(-n // BLOCK) for n in lengths for _ in range(decode))
         pages = sorted(record["pages"] for record in records)
         assert pages == expected, "\n".join(map(str, records))

@@ -122,6 +122,7 @@ async def stub_cluster(
     keys: dict[str, str] | None = None,
     policy: dict[str, Any] | None = None,
     cache: dict[str, Any] | None = None,
+    tracing: dict[str, Any] | None = None,
     decode_args: dict[str, Any] | None = None,
     **router_settings: Any,
 ) -> AsyncIterator[StubCluster]:
@@ -135,6 +136,7 @@ async def stub_cluster(
             "router": router_settings,
             "policy": policy or {},
             "cache": cache,
+            "observability": {"tracing": tracing},
             "decode": {"engine_args": decode_args or {}},
         }
     )

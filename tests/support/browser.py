@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from playwright.async_api import async_playwright
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import AsyncIterator
 
     from playwright.async_api import Browser, Page
@@ -64,7 +65,7 @@ class Tab:
     async def count(self, selector: str) -> int:
         return await self.page.locator(selector).count()
 
-    async def sees(self, selector: str, text: str = "") -> None:
+    async def sees(self, selector: str, text: str | re.Pattern[str] = "") -> None:
         """Wait until that is visible, with that text in it."""
         found = self.page.locator(selector, has_text=text or None).first
         await found.wait_for(state="visible", timeout=LIMIT_MS)
@@ -84,10 +85,19 @@ async def running_browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def open_tab(browser: Browser, url: str, **settings: Any) -> AsyncIterator[Tab]:
-    """A page of its own that has loaded ``url``."""
+async def open_tab(
+    browser: Browser, url: str, *, told: bytes | None = None, **settings: Any
+) -> AsyncIterator[Tab]:
+    """A page of its own that has loaded ``url``. The router's live events are ``told``, if given,
+    and not its own.
+    """
     context = await browser.new_context(**({"viewport": DESKTOP, "locale": "en-GB"} | settings))
     page = await context.new_page()
+    if told is not None:
+        await page.route(
+            "**/internal/events",
+            lambda route: route.fulfill(body=told, content_type="text/event-stream"),
+        )
     tab = Tab(page)
 
     def complain(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import pytest
@@ -16,6 +17,20 @@ IN_ORDER = (
     ("first_data_ms", "last_data_ms"),
 )
 """Moments of the two sides, each in the order in which they happen."""
+
+
+async def streamed_record(url: str, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """The record of a completion that was streamed to its end."""
+    request_id = f"streamed-{uuid4()}"
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True}
+    async with (
+        aiohttp.ClientSession(headers={"X-Request-Id": request_id}) as session,
+        session.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}) as answer,
+    ):
+        text = await answer.text()
+        assert answer.status == 200, text
+        assert "[DONE]" in text
+    return await complete_record(url, request_id)
 
 
 async def complete_record(url: str, request_id: str) -> dict[str, Any]:

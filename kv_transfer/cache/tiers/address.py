@@ -32,7 +32,10 @@ def expand(text: str, where: str) -> str:
     def value(found: re.Match[str]) -> str:
         name = found.group(1)
         if name not in os.environ:
-            raise TierConfigError(f"{where}: the environment variable {name} is not set")
+            raise TierConfigError(
+                f"{where}: the environment variable {name} is not set; export it before "
+                "`splitserve up`"
+            )
         return os.environ[name]
 
     return _VARIABLE.sub(value, text)

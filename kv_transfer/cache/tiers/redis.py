@@ -382,7 +382,10 @@ class RedisTier:
                     f"{place} refuses the credentials: {error}; correct username and password"
                 )
             if error.code in _MISCONFIGURED or "DB index" in str(error):
-                return TierConfigError(f"{place} cannot hold the cache: {error}")
+                return TierConfigError(
+                    f"{place} cannot hold the cache: {error}; change the server's settings, or "
+                    "name another one in the url"
+                )
             return TierUnavailableError(f"{place} answers with an error: {error}")
         if isinstance(error, ssl.SSLCertVerificationError):
             return TierConfigError(

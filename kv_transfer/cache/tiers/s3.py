@@ -299,7 +299,8 @@ class ObjectTier:
                 f"{place} has no credentials, and the machine has no role: {said}; set access_key "
                 "and secret_key, or the variables that the store's own tools read"
             )
-        return TierUnavailableError(f"{place} cannot be reached: {said}")
+        remedy = "start it, or correct url and endpoint"
+        return TierUnavailableError(f"{place} cannot be reached: {said}; {remedy}")
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

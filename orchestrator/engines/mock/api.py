@@ -25,6 +25,7 @@ from splitserve.orchestrator.engines.mock.faults import Faults
 from splitserve.orchestrator.engines.mock.protocol import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     MockApiError,
     Prompt,
     Shapes,
@@ -108,6 +109,8 @@ class MockApi:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_get("/version", self._version)
         if self._allow_faults:
             app.router.add_get("/mock/faults", self._get_faults)
             app.router.add_put("/mock/faults", self._put_faults)
@@ -146,6 +149,16 @@ class MockApi:
         tokens = prompts_of(body)[0].tokens
         told = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
         return _json(told)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        try:
+            body = msgspec.json.decode(await request.read(), type=DetokenizeBody)
+        except msgspec.DecodeError as error:
+            raise MockApiError(400, f"the request body is not valid: {error}") from error
+        return _json({"prompt": decode(body.tokens)})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": "mock"})
 
     async def _get_faults(self, request: web.Request) -> web.Response:
         return _json(msgspec.to_builtins(self._faults.now))
@@ -324,6 +337,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except MockApiError as error:
         return _json(error.body(), error.status)
+    except web.HTTPNotFound:
+        return _json({"detail": "Not Found"}, 404)
 
 
 class _EngineMetrics(Collector):

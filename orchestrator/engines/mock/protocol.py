@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -88,6 +88,12 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: list[Any]
     tools: list[Any] | None = None
     max_completion_tokens: int | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """The request of ``/detokenize``."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 def read_tokenize(raw: bytes) -> CompletionBody | ChatBody:

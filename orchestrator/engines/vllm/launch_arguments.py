@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from splitserve.orchestrator.config.tracing_schema import engine_tracing_environment
 from splitserve.orchestrator.engines.command import (
     EngineCommand,
     common_arguments,
@@ -58,8 +59,12 @@ def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: st
     argv += ["--enforce-eager"] if args.enforce_eager else []
     argv += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     argv += ["--kv-transfer-config", _kv_transfer_config(config, node, incarnation)]
+    environment = _environment(node, model)
+    if (tracing := config.observability.tracing) is not None:
+        argv += ["--otlp-traces-endpoint", tracing.traces_url]
+        environment |= engine_tracing_environment(tracing, node.name)
     argv += passed_on_arguments(node)
-    environment = _environment(node, model) | node.settings.env
+    environment |= node.settings.env
     return EngineCommand(tuple(argv), environment, _warm_up(config))
 
 

@@ -1,11 +1,7 @@
-"""Whether the keys of the YAML agree, and thresholds that decide nothing; where it writes its
-files; where its secrets are.
-"""
+"""Whether the keys of the YAML agree, thresholds that decide nothing, and where its secrets are."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +9,9 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config import ConfigError, secret_for, tenants_by_key
 from splitserve.orchestrator.config.checks import pool_differences, port_overlaps, shared_devices
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.launch.checks.cache import cache_secret_problems, existing
+from splitserve.orchestrator.launch.checks.cache import cache_secret_problems
 from splitserve.orchestrator.launch.checks.model import kv_item_bytes
-from splitserve.orchestrator.launch.files import ClusterFiles, state_home
-from splitserve.orchestrator.launch.finding import Finding, failure, told, warning
+from splitserve.orchestrator.launch.finding import Finding, told, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +19,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
 
-LOG_ROOM_BYTES = 256 * 2**20
-"""What the logs of a cluster may grow to before they are turned over."""
+
+LEAST_START_S = 20.0
+"""What vLLM takes at least until a small model is ready."""
+LEAST_FIRST_TOKEN_S = 1.0
 
 
 def configuration(subject: Subject) -> Finding:
@@ -62,32 +59,6 @@ def policy(subject: Subject) -> Finding:
     problems = [*_never_splits(least, longest), *_deadlines(subject), *_never_streams(subject)]
     measured = {"min_uncached_tokens": least, "longest_prompt_tokens": longest}
     return Finding("policy", detail, tuple(problems), measured)
-
-
-def folders(subject: Subject) -> Finding:
-    """State and logs can be written."""
-    config = subject.config
-    logs = Path(config.observability.log_dir or ClusterFiles(config.name).log_dir).expanduser()
-    places = {"XDG_STATE_HOME": state_home(), "observability.log_dir": logs}
-    problems: list[Problem] = []
-    for key, path in places.items():
-        there = existing(path)
-        if not os.access(there, os.W_OK | os.X_OK):
-            problems.append(
-                failure(key, f"{path} cannot be written to by this user", "name another folder")
-            )
-        elif (free := shutil.disk_usage(there).free) < LOG_ROOM_BYTES:
-            problems.append(
-                warning(
-                    key,
-                    f"{free / 2**20:.0f} MiB are free at {path}, and logs may take "
-                    f"{LOG_ROOM_BYTES / 2**20:.0f} MiB",
-                    "make room, or name another folder",
-                )
-            )
-    return Finding(
-        "folders", f"state in {places['XDG_STATE_HOME']}, logs in {logs}", tuple(problems)
-    )
 
 
 def secrets(subject: Subject) -> Finding:
@@ -148,8 +119,30 @@ def _never_splits(least: int, longest: int | None) -> Iterator[Problem]:
 
 def _deadlines(subject: Subject) -> Iterator[Problem]:
     router = subject.config.router
+    if router.first_token_deadline_s < LEAST_FIRST_TOKEN_S:
+        yield warning(
+            "router.first_token_deadline_s",
+            f"requests whose first token takes {router.first_token_deadline_s:g} s end with an "
+            "error, and long prompts take longer",
+            "use the time that the longest prompt takes, with room for waiting",
+        )
     for pool in ("prefill", "decode"):
         transfer = subject.config.pool(pool).transfer
+        start_s = subject.config.pool(pool).startup_timeout_s
+        if subject.config.engine == "vllm" and start_s < LEAST_START_S:
+            yield warning(
+                f"{pool}.startup_timeout_s",
+                f"{start_s:g} s, but an engine takes at least {LEAST_START_S:g} s to be ready",
+                "use 600 (the default), or what your model takes",
+            )
+        limit, whole = transfer.quarantine_limit_bytes, subject.config.pool(pool).kv_cache_bytes
+        if "quarantine_limit_bytes" in transfer.model_fields_set and limit > whole:
+            yield warning(
+                (f"{pool}.transfer.quarantine_limit_bytes", f"{pool}.kv_cache_bytes"),
+                f"{limit / 1e9:.2f} GB of KV may wait for a fence, and a node has "
+                f"{whole / 1e9:.2f} GB: a prefill node that falls silent can take all of it",
+                "use about a quarter of kv_cache_bytes",
+            )
         if transfer.deadline_s > router.request_deadline_s:
             yield warning(
                 (f"{pool}.transfer.deadline_s", "router.request_deadline_s"),

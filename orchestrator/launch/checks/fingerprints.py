@@ -30,16 +30,6 @@ CERTAIN = (
 """Below a pool: what makes two engines differ for sure. The rest may be set to what the other one
 chooses by itself.
 """
-PROMPT_KEYS = (
-    "chat_template",
-    "chat_template_content_format",
-    "default_chat_template_kwargs",
-    "tokenizer",
-    "tokenizer_mode",
-    "tokenizer_revision",
-    "trust_request_chat_template",
-)
-"""Keys of ``engine_args`` by which text becomes token ids; each engine does that for itself."""
 SERVED_KEYS = ("max_model_len", "enable_lora", "lora_modules", "max_lora_rank")
 """Keys that decide which requests an engine takes."""
 
@@ -64,7 +54,7 @@ def fingerprints(subject: Subject) -> Finding:
                 "give both pools the same value",
             )
         )
-    problems += [*_prompts(subject), *_served(subject)]
+    problems += _served(subject)
     shown = expected["prefill"].items()
     detail = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in shown)
     return Finding("fingerprints", detail, tuple(problems), {"expected": expected})
@@ -76,16 +66,6 @@ def _differences(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[tuple
         mine, its = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if mine != its:
             yield key, mine, its
-
-
-def _prompts(subject: Subject) -> Iterator[Problem]:
-    for key, ours, theirs in _unequal(subject, PROMPT_KEYS):
-        yield warning(
-            tuple(f"{pool}.engine_args.{key}" for pool in POOLS),
-            f"{ours} in prefill, {theirs} in decode: where the two make different prompts of one "
-            "request its transfer is refused, and the decode node computes it again",
-            "give both pools the same value",
-        )
 
 
 def _served(subject: Subject) -> Iterator[Problem]:

@@ -25,6 +25,8 @@ RUNNING_REQUESTS = 64
 """Requests that run at a time where ``engine_args.max_num_seqs`` does not say."""
 THREADS_OF_ENGINE = 128
 """Threads of one engine's processes and of its agent; they count as processes."""
+ADDRESS_SPACE_BYTES = 16 * 10**9
+"""What an engine's processes reserve of addresses beside its KV; they use a fraction of it."""
 _PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids.current"))
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -43,6 +45,7 @@ def limits(subject: Subject) -> Finding:
         *_files(subject, files, most_files),
         *_threads(subject, threads),
         *_locked(subject, locked),
+        *_address_space(subject),
     ]
     return Finding("limits", detail, tuple(problems), measured)
 
@@ -112,6 +115,19 @@ def _locked(subject: Subject, limit: int) -> Iterator[Problem]:
             "ulimit -l",
             f"{limit} bytes may be locked, but RDMA registers {largest / 1e9:.1f} GB of KV",
             "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in docker)",
+        )
+
+
+def _address_space(subject: Subject) -> Iterator[Problem]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    largest = max((node.settings.kv_cache_bytes for node in subject.nodes), default=0)
+    wanted = largest + (ADDRESS_SPACE_BYTES if subject.config.engine == "vllm" else 0)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        yield failure(
+            "ulimit -v",
+            f"a process may have {limit / 1e9:.1f} GB of addresses, and an engine reserves about "
+            f"{wanted / 1e9:.1f} GB",
+            "ulimit -v unlimited (memory is bounded by kv_cache_bytes and the container's limit)",
         )
 
 

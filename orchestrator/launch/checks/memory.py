@@ -18,6 +18,7 @@ from splitserve.orchestrator.models.folder_facts import ITEM_BYTES, weight_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from splitserve.orchestrator.config import NodeConfig
     from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
 
@@ -25,10 +26,13 @@ ENGINE_OVERHEAD_BYTES = 2 * 10**9
 """Memory of one vLLM engine beside its KV and weights (three Python processes); measured about 3 GB
 with a small model.
 """
-SHARED_ENGINE_BYTES = 16 * 2**20
-"""What one rank and its transport keep in ``/dev/shm``."""
-SHARED_RANK_BYTES = 64 * 2**20
-"""What one rank of several keeps there beside that, to talk to the others."""
+SHARED_ENGINE_BYTES = 2 * 2**20
+"""What one engine's processes keep in ``/dev/shm`` to talk to each other."""
+SHARED_THREAD_BYTES = 4 * 2**20
+"""What each computing thread of several ranks on CPUs keeps there for their sums (vLLM's constant).
+"""
+SHARED_GPU_BYTES = 32 * 2**20
+"""What each of several ranks on GPUs keeps there, for NCCL."""
 FULL_SHARE = 0.9
 """Of what is available: beyond it the kernel begins to swap and to reclaim."""
 SWAPPED_BYTES = 256 * 2**20
@@ -80,11 +84,7 @@ def shared_memory(subject: Subject) -> Finding:
     there.
     """
     check = "shared_memory"
-    needed = 0
-    for node in subject.nodes:
-        ranks = node.settings.engine_args.tensor_parallel_size
-        if subject.config.engine == "vllm":
-            needed += ranks * (SHARED_ENGINE_BYTES + (SHARED_RANK_BYTES if ranks > 1 else 0))
+    needed = sum(map(_shared_bytes, subject.nodes)) if subject.config.engine == "vllm" else 0
     try:
         free = shutil.disk_usage(_SHARED).free
     except OSError as error:
@@ -101,6 +101,15 @@ def shared_memory(subject: Subject) -> Finding:
         f"mount -o remount,size={2 * needed // 2**20}m {_SHARED}",
     )
     return Finding(check, detail, (problem,), measured)
+
+
+def _shared_bytes(node: NodeConfig) -> int:
+    """What one node's engine keeps in ``/dev/shm``."""
+    ranks = node.settings.engine_args.tensor_parallel_size
+    if ranks == 1:
+        return SHARED_ENGINE_BYTES
+    each = SHARED_GPU_BYTES * ranks if node.gpus is not None else 0
+    return SHARED_ENGINE_BYTES + each + SHARED_THREAD_BYTES * len(node.cpus or ())
 
 
 def available_memory_bytes() -> int:

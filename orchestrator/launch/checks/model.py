@@ -4,16 +4,20 @@ otherwise say only after it has loaded for a while.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.vllm.known_flags import known_architectures
 from splitserve.orchestrator.launch.finding import Finding, Problem, failure, told, warning
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.folder_facts import (
     ITEM_BYTES,
+    broken_json,
     has_chat_template,
     has_tokenizer,
+    mismatches,
     read_facts,
     weight_bytes,
     weight_problems,
@@ -22,7 +26,6 @@ from splitserve.orchestrator.models.resolve import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from splitserve.orchestrator.config import ClusterConfig, PoolConfig
     from splitserve.orchestrator.launch.checks.subject import Subject
@@ -51,8 +54,7 @@ def model(subject: Subject) -> Finding:
         return Finding(check, config.model.path, told(error.problems))
     folder = subject.model_folder
     if folder is None:
-        known = config.engine == "mock"
-        return Finding(check, found if known else f"{found}, which the engines get from the Hub")
+        return Finding(check, found) if config.engine == "mock" else _from_the_hub(subject, found)
     problems = [*_folder_problems(folder, config)]
     if subject.model_facts is not None:
         for pool in POOLS:
@@ -79,16 +81,44 @@ def chat_template(subject: Subject) -> Finding:
     return Finding(check, "none", (problem,))
 
 
+def _from_the_hub(subject: Subject, name: str) -> Finding:
+    """A model that the engines get themselves: cached already, or to be downloaded."""
+    check, environ = "model", subject.environ
+    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or home / "hub")
+    if any((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
+        return Finding(check, f"{name}, in the Hub's cache {hub}")
+    if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        problem = failure(
+            ("model.path", "HF_HUB_OFFLINE"),
+            f"{name} is neither a folder here nor in the Hub's cache {hub}, and HF_HUB_OFFLINE is "
+            "set",
+            "name a folder, or unset HF_HUB_OFFLINE for the download",
+        )
+        return Finding(check, name, (problem,))
+    problem = warning(
+        "model.path",
+        f"there is no folder {Path(name).absolute()}, so it is taken for a model of the Hub, and "
+        "each engine begins with its download",
+        "name the folder by its whole path if it is one, or download it once before",
+    )
+    return Finding(check, f"{name}, from the Hub", (problem,))
+
+
 def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     restore = "copy the model again (`splitserve model prepare` for a prepared one)"
+    wrong: list[str] = []
     try:
-        read_facts(folder)
+        facts = read_facts(folder)
+        wrong += mismatches(folder, facts)
+        yield from _architecture(facts)
     except ModelError as error:
         yield Problem.told(f"model.path: {error}")
     formats = {_flag(config.pool(pool), "load_format") for pool in POOLS}
     if formats != {"dummy"}:
-        for what in weight_problems(folder):
-            yield failure("model.path", what, restore)
+        wrong += weight_problems(folder)
+    for what in (*wrong, *broken_json(folder)):
+        yield failure("model.path", what, restore)
     tokenizers = [
         _flag(config.pool(pool), name)
         for pool in POOLS
@@ -96,6 +126,17 @@ def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     ]
     if not has_tokenizer(folder) and not any(tokenizers):
         yield failure("model.path", f"{folder} has no tokenizer", restore)
+
+
+def _architecture(facts: ModelFacts) -> Iterator[Problem]:
+    known = known_architectures()
+    if known and facts.architectures and known.isdisjoint(facts.architectures):
+        yield warning(
+            "model.path",
+            f"the installed vLLM has no implementation of {', '.join(facts.architectures)}, and "
+            "tries that of transformers, if there is one",
+            "use a model of a class that vLLM has",
+        )
 
 
 def _shape_problems(subject: Subject, pool: str, facts: ModelFacts) -> Iterator[Problem]:
@@ -133,11 +174,11 @@ def _room_problems(settings: PoolConfig, pool: str, facts: ModelFacts) -> Iterat
     longest = args.max_model_len or facts.max_position
     if not per_token or not longest or settings.gpus is not None:
         return
-    blocks = -(-longest // args.block_size)
+    blocks = -(-longest // args.block_size) + 1  # vLLM keeps one that holds nothing
     needed = blocks * args.block_size * per_token // args.tensor_parallel_size
     if needed > settings.kv_cache_bytes:
         fitting = settings.kv_cache_bytes * args.tensor_parallel_size // per_token
-        fitting -= fitting % args.block_size
+        fitting = max(0, fitting - fitting % args.block_size - args.block_size)
         yield failure(
             (f"{pool}.kv_cache_bytes", f"{pool}.engine_args.max_model_len"),
             f"one request of {longest} tokens takes {needed / 1e9:.2f} GB of KV per rank, "

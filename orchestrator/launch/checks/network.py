@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
 
 import psutil
 
@@ -32,6 +31,7 @@ REACH_TIMEOUT_S = 2.0
 RESOLVE_TIMEOUT_S = 3.0
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NONCE_BYTES = 16
+_DEVICE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -67,7 +67,7 @@ def ports(subject: Subject) -> Finding:
 def addresses(subject: Subject) -> Finding:
     """This machine can listen where it should, and is found where it says."""
     config = subject.config
-    problems = [*_foreign_hosts(subject), *_unreachable(config)]
+    problems = [*_foreign_hosts(subject), *_foreign_variables(config), *_unreachable(config)]
     told_of = [
         f"{pool} as {config.pool(pool).advertise_host}"
         for pool in POOLS
@@ -125,7 +125,20 @@ def _own_urls(config: ClusterConfig) -> list[str]:
 def _is_caught(url: str, found: dict[str, str]) -> bool:
     parts = urlsplit(url)
     has_proxy = parts.scheme in found or "all" in found
-    return has_proxy and not proxy_bypass_environment(parts.hostname or "", found)
+    return has_proxy and not _is_excepted(parts.hostname or "", found.get("no", ""))
+
+
+def _is_excepted(host: str, exceptions: str) -> bool:
+    """Whether ``NO_PROXY`` names the host: itself, a domain of it, its network, or ``*``."""
+    for entry in filter(None, (part.strip().lstrip(".") for part in exceptions.split(","))):
+        if entry in ("*", host) or host.endswith(f".{entry}"):
+            return True
+        try:
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry):
+                return True
+        except ValueError:
+            continue
+    return False
 
 
 def _hosts(subject: Subject) -> dict[str, str]:
@@ -174,6 +187,30 @@ def _foreign_hosts(subject: Subject) -> Iterator[Problem]:
             yield failure(
                 key, f"this machine cannot listen on {host} ({error.strerror or error})", fix
             )
+
+
+def _foreign_variables(config: ClusterConfig) -> Iterator[Problem]:
+    """Addresses and devices that a pool's ``env`` names in place of splitserve's own."""
+    devices = set(psutil.net_if_addrs())
+    for pool in POOLS:
+        env = config.pool(pool).env
+        try:
+            if "VLLM_HOST_IP" in env:
+                is_free(0, env["VLLM_HOST_IP"])
+        except OSError as error:
+            yield failure(
+                f"{pool}.env.VLLM_HOST_IP",
+                f"this machine cannot listen on {env['VLLM_HOST_IP']} ({error.strerror or error})",
+                "remove it: an engine's processes talk by loopback",
+            )
+        for name in _DEVICE_VARIABLES:
+            if name in env and env[name] not in devices:
+                yield failure(
+                    f"{pool}.env.{name}",
+                    f"this machine has no network device {env[name]!r}; it has "
+                    f"{', '.join(sorted(devices))}",
+                    "remove it: an engine's processes talk by loopback",
+                )
 
 
 def _unreachable(config: ClusterConfig) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from platform import python_version
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERS
 """Variables of the environment that decide which modules a Python process finds."""
 PLUGINS_ENV = "VLLM_PLUGINS"
 PLUGIN = "splitserve_resumed_answers"
+SHADOWED = ("kernels", "torch", "vllm", "transformers", "numpy", "nixl", "tokenizers")
+"""Packages that another folder of that name on the path would replace."""
 _DEADLINE_S = 20.0
 _ASK = (
     "import json, platform, sys\n"
@@ -74,6 +77,7 @@ def software(subject: Subject) -> Finding:
     problems += _different_versions(by_pool["prefill"], by_pool["decode"])
     if config.engine == "vllm":
         problems += [*_wrong_builds(subject), *_plugins(subject), *_torch_extras(versions)]
+        problems += [*_shadows(subject), *_preloads(subject)]
     if "nixl" in needed:
         problems += _nixl_binary()
     detail = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -200,6 +204,36 @@ def _plugins(subject: Subject) -> Iterator[Problem]:
                 f"{pool}.env.{PLUGINS_ENV}" if is_own else PLUGINS_ENV,
                 f"{named!r} leaves out {PLUGIN}, without which {pool} engines refuse to start",
                 "add it to the list, or unset the variable",
+            )
+
+
+def _shadows(subject: Subject) -> Iterator[Problem]:
+    """A folder of ``PYTHONPATH`` comes before what is installed."""
+    for pool in POOLS:
+        is_own = "PYTHONPATH" in subject.config.pool(pool).env
+        key = f"{pool}.env.PYTHONPATH" if is_own else "PYTHONPATH"
+        for entry in filter(None, subject.environment_of(pool).get("PYTHONPATH", "").split(":")):
+            names = [name for name in SHADOWED if (Path(entry) / name / "__init__.py").is_file()]
+            if names and (is_own or pool == POOLS[0]):
+                yield warning(
+                    key,
+                    f"{entry} holds {', '.join(names)}, which engines would import instead of the "
+                    "installed package of that name",
+                    f"take {entry} out of PYTHONPATH",
+                )
+
+
+def _preloads(subject: Subject) -> Iterator[Problem]:
+    """Libraries that every process of an engine should load first."""
+    for pool in POOLS:
+        is_own = "LD_PRELOAD" in subject.config.pool(pool).env
+        named = subject.environment_of(pool).get("LD_PRELOAD", "").replace(":", " ").split()
+        missing = [name for name in named if "/" in name and not Path(name).is_file()]
+        if missing and (is_own or pool == POOLS[0]):
+            yield warning(
+                f"{pool}.env.LD_PRELOAD" if is_own else "LD_PRELOAD",
+                f"{', '.join(missing)} is not there, and is left out without a word",
+                "correct or unset it",
             )
 
 

@@ -15,12 +15,13 @@ from splitserve.orchestrator.launch.checks.cache import cache
 from splitserve.orchestrator.launch.checks.certificates import certificates
 from splitserve.orchestrator.launch.checks.configuration import (
     configuration,
-    folders,
     policy,
     roles,
     secrets,
 )
+from splitserve.orchestrator.launch.checks.engine_args import engine_args
 from splitserve.orchestrator.launch.checks.fingerprints import fingerprints
+from splitserve.orchestrator.launch.checks.folders import folders
 from splitserve.orchestrator.launch.checks.limits import limits
 from splitserve.orchestrator.launch.checks.memory import memory, shared_memory
 from splitserve.orchestrator.launch.checks.model import chat_template, model
@@ -28,6 +29,7 @@ from splitserve.orchestrator.launch.checks.network import addresses, ports, prox
 from splitserve.orchestrator.launch.checks.processors import cpus, gpus, numa
 from splitserve.orchestrator.launch.checks.software import rights, software
 from splitserve.orchestrator.launch.checks.tiers import clocks, tiers
+from splitserve.orchestrator.launch.checks.tracing import tracing
 from splitserve.orchestrator.launch.checks.transport import transport
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Check:
     find: Callable[[Subject], Finding]
     measures: bool = False
     """It moves bytes and takes seconds."""
+    after: tuple[str, ...] = ()
+    """Checks that must not have failed: their problems would only be told again."""
 
 
 CHECKS = (
@@ -62,15 +66,22 @@ CHECKS = (
     Check("model", model),
     Check("chat_template", chat_template),
     Check("software", software),
+    Check("engine_args", engine_args),
     Check("fingerprints", fingerprints),
     Check("policy", policy),
     Check("autotune", autotune),
+    Check("tracing", tracing),
     Check("secrets", secrets),
     Check("certificates", certificates),
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),
-    Check("transport", transport, measures=True),
+    Check(
+        "transport",
+        transport,
+        measures=True,
+        after=("configuration", "cpus", "software", "rights", "addresses", "ports"),
+    ),
     Check("tiers", tiers, measures=True),
     Check("clocks", clocks, measures=True),
 )

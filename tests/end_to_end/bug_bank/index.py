@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 HERE = "end_to_end/bug_bank/"
 SAME = "end_to_end/conformance/test_rows.py::test_the_answer_is_that_of_one_engine"
+OTHERS = "end_to_end/conformance/test_endpoints.py::test_the_answer_is_that_of_one_engine"
 """Rows of the conformance suite ask for it, of a cluster and of one engine."""
 
 
@@ -143,6 +144,17 @@ ENTRIES = {
         "sgl-project/sglang PR#7147",
         (SAME,),
     ),
+    "A17": Entry(
+        "an endpoint that is newer than the split knows nothing of it",
+        "sgl-project/sglang#35497",
+        (
+            OTHERS,
+            "unit/router/test_responses.py::test_a_response_is_split",
+            "unit/router/test_forwarding.py::test_it_reaches_a_decode_node_as_it_came",
+            "unit/router/test_at_the_door.py::test_everything_else_is_a_clear_error",
+            "unit/router/test_openapi_examples.py::test_examples",
+        ),
+    ),
     "A18": Entry(
         "several answers to one prompt never come",
         "ai-dynamo/dynamo#14098",
@@ -198,6 +210,26 @@ ENTRIES = {
         "the same prompt at temperature 0 gets different answers",
         "vllm-project/vllm#27086",
         ("end_to_end/conformance/test_repeated.py::test_the_same_again", SAME),
+    ),
+    "A25": Entry(
+        "one adapter is served the KV of another one",
+        "vllm-project/vllm#44250",
+        (
+            OTHERS,
+            "end_to_end/test_vllm_cache.py::test_adapters_do_not_share_chunks",
+            "unit/router/test_adapters.py::test_it_is_split_between_nodes_that_both_have_it",
+            "unit/router/test_adapters.py::test_it_is_alone_where_only_decode_has_it",
+        ),
+    ),
+    "A26": Entry(
+        "all pictures share one entry of the cache",
+        "LMCache/LMCache#690",
+        (
+            SAME,
+            OTHERS,
+            "unit/kv_transfer/cache/test_keys.py::test_a_change_shows_from_its_chunk_on",
+            "unit/router/test_client_request.py::test_messages_with_pictures_are_not_split",
+        ),
     ),
     "A29": Entry(
         "the store has evicted some of a prompt's chunks, and ranks disagree",
@@ -300,6 +332,16 @@ ENTRIES = {
             "unit/router/test_at_the_door.py::test_an_oversized_body_is_413",
         ),
     ),
+    "A42": Entry(
+        "two servers on one host want the same port",
+        "vllm-project/vllm#20965",
+        (
+            "unit/launch/test_ports.py::test_every_open_port_is_filled_once",
+            "unit/launch/test_ports.py::test_a_port_in_use_is_passed_over",
+            "unit/config/test_checks.py::test_ports_that_overlap_are_refused",
+            "end_to_end/test_up_down.py::test_a_port_in_use_is_refused_before_anything_starts",
+        ),
+    ),
     "A43": Entry(
         "a threshold of 0 means never where the documentation says always",
         "llm-d/llm-d-router PR#871",
@@ -307,6 +349,7 @@ ENTRIES = {
             "unit/router/test_observing.py::test_the_metrics_tell_what_a_threshold_does",
             "unit/config/test_checks.py::test_a_threshold_that_is_none_is_refused",
             "unit/core/test_admission_and_placement.py::test_what_is_split",
+            "end_to_end/test_doctor.py::test_planted_misconfigurations",
         ),
     ),
     "A45": Entry(
@@ -316,6 +359,7 @@ ENTRIES = {
             "unit/cli/test_probe_client.py::test_every_token_of_an_event_counts",
             "unit/cli/test_probe_client.py::test_a_failure_is_no_answer",
             "unit/benchmarks/test_harness.py::test_tokens_are_counted_and_not_events",
+            "unit/cli/test_bench.py::test_the_time_per_token_does_not_depend_on_chunks",
         ),
     ),
     "A46": Entry(
@@ -326,6 +370,7 @@ ENTRIES = {
             HERE + "test_starts.py::test_tcp_only",
             HERE + "test_starts.py::test_a_transport_that_does_not_exist",
             HERE + "test_starts.py::test_the_transport_is_shown",
+            "end_to_end/test_doctor.py::test_planted_misconfigurations",
         ),
     ),
     "A47": Entry(

@@ -30,6 +30,12 @@ class Row:
     """Why the router does not split it, as it says itself; empty for a request that is split."""
     by_router: bool = False
     """The router refuses it itself, in the engine's words."""
+    scores_prompt: bool = False
+    """It wants logprobs of the prompt, which end an engine with adapters on CPU: asked of the real
+    model only, and refused by the router otherwise.
+    """
+    by_itself: bool = False
+    """It must not be computed together with others, whose answers it would change in vLLM 0.32."""
     status: int = 200
     streamed_status: int | None = None
     """Where it differs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from end_to_end.conformance.row import ABSENT, CHAT, COMPLETIONS, WHOLE, Row, both
+from end_to_end.conformance.row import ABSENT, CHAT, COMPLETIONS, STREAMED, WHOLE, Row, both
 
 LENGTH, STOP, SAMPLING = "length of the answer", "where it stops", "sampling"
 PRINTABLE = list(range(0x20, 0x7F))
@@ -45,12 +45,10 @@ ROWS = [
     *stops("the first of several stop strings", stop=["three", "two", "wo t"]),
     *stops("a stop string that does not come", stop=["four"]),
     *stops("include_stop_str_in_output", stop=["two"], include_stop_str_in_output=True),
-    *stops("a stop token", stop_token_ids=[ord("t")]),
-    *stops("a stop token comes first", stop_token_ids=[ord("o")]),
-    *stops("a stop token that is shown", stop_token_ids=[ord("t")],
-           include_stop_str_in_output=True),
-    *both(STOP, "any token stops", {"stop_token_ids": PRINTABLE}),
+    *both(STOP, "the first token stops", {"stop_token_ids": PRINTABLE}),
     *both(STOP, "half of all tokens stop", {"stop_token_ids": PRINTABLE[::2], "max_tokens": 30}),
+    *both(STOP, "a stop token that is shown", {"stop_token_ids": PRINTABLE[::3], "max_tokens": 30,
+                                               "include_stop_str_in_output": True}),
     *both(STOP, "stop strings, not constrained", {"stop": ["a", "e", "i", "o"], "max_tokens": 40}),
     *both(STOP, "stop null", {"stop": None}),
     *both(STOP, "an empty stop string", {"stop": [""]}, status=400),
@@ -85,8 +83,12 @@ ROWS = [
     *both(SAMPLING, "top_k -2", {"top_k": -2}, status=400),
     *both(SAMPLING, "frequency_penalty 9", {"frequency_penalty": 9}, status=400),
     *both(SAMPLING, "a seed of 71 bits", {"seed": 2**70}, status=400),
-    *both(SAMPLING, "beam search", {"use_beam_search": True, "n": 2, "temperature": 1},
-          alone="n", streamed_status=400),
+    *both(SAMPLING, "beam search", {"use_beam_search": True, "n": 2, "temperature": 1}, alone="n",
+          forms=WHOLE),
+    Row(SAMPLING, "beam search, streamed", COMPLETIONS, {"use_beam_search": True, "n": 2},
+        alone="n", forms=STREAMED, status=400),
+    Row(SAMPLING, "beam search, streamed", CHAT,
+        {"use_beam_search": True, "n": 2, "temperature": 1}, alone="n", forms=STREAMED),
     *both(SAMPLING, "beam search, one answer", {"use_beam_search": True, "n": 1},
           alone="use_beam_search", forms=WHOLE),
 ]  # fmt: skip

@@ -24,18 +24,22 @@ def tool(name: str, *cities: str) -> dict[str, Any]:
 
 
 WEATHER, TIME = tool("weather", "Paris", "Oslo"), tool("time", "Rome", "Lima")
-NAMED = {"type": "function", "function": {"name": "time"}}
+NAMED: Any = {"type": "function", "function": {"name": "time"}}
 CALL = (
     r'<tool_call>\{"name": "(weather|time)", "arguments": \{"city": "(Oslo|Rome)"\}\}</tool_call>'
 )
 SCHEMA = WEATHER["function"]["parameters"]
-HISTORY: list[dict[str, Any]] = [
-    {"role": "user", "content": "How warm is it in Oslo?"},
+ANSWERED: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [{
         "id": "call-1", "type": "function",
         "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]},
     {"role": "tool", "tool_call_id": "call-1", "content": "minus 3"},
 ]  # fmt: skip
+
+
+def asked(question: str) -> list[dict[str, Any]]:
+    """A chat in which the first tool has been called."""
+    return [{"role": "user", "content": question}, *ANSWERED]
 
 
 def tools(name: str, fields: dict[str, Any], **rest: Any) -> Row:
@@ -86,8 +90,10 @@ ROWS = [
           {"tool_choice": NAMED, "response_format": {"type": "json_object"}}),
     tools("tool_choice auto and response_format",
           {"tool_choice": "auto", "response_format": JSON_SCHEMA}),
-    tools("calls and results in the history", {"messages": HISTORY, "max_tokens": 12}),
-    tools("the history, then required", {"messages": HISTORY, "tool_choice": "required"}),
+    tools("calls and results in the history",
+          {"messages": asked("Is it cold in Oslo?"), "max_tokens": 12}),
+    tools("the history, then required",
+          {"messages": asked("How warm is it in Oslo?"), "tool_choice": "required"}),
     tools("tool_choice names an unknown tool",
           {"tool_choice": {"type": "function", "function": {"name": "other"}}}, status=400),
     tools("tool_choice is an unknown word", {"tool_choice": "some"}, status=400),
@@ -112,7 +118,8 @@ ROWS = [
     *formats("regex and a seed", {"structured_outputs": {"regex": "[a-z]{9}"}, "temperature": 1,
                                   "seed": 41}),
     *formats("regex and logprobs", {"structured_outputs": {"regex": "[a-z]{4}"}, "logprobs": 1}),
-    *formats("choice and n", {"structured_outputs": {"choice": ["ab", "cd"]}, "n": 2}, alone="n"),
+    *formats("choice and n", {"structured_outputs": {"choice": ["ab", "cd"]}, "n": 2,
+                              "temperature": 1, "seed": 42}, alone="n"),
     *formats("a regex that is none", {"structured_outputs": {"regex": "[a"}}, status=400),
     *formats("a grammar that is none", {"structured_outputs": {"grammar": "root :="}}, status=400),
     *formats("a schema that is none", {"structured_outputs": {"json": {"type": "x"}}}, status=400),
@@ -139,19 +146,21 @@ ROWS = [
           {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}),
     *both(UNKNOWN, "kv_transfer_params of a client",
           {"kv_transfer_params": {"do_remote_prefill": True, "splitserve": {"leg": "x"}}}),
-    *both(UNKNOWN, "vllm_xargs", {"vllm_xargs": {"a": 1, "kv_transfer_params": "x"}}),
+    *both(UNKNOWN, "vllm_xargs", {"vllm_xargs": {"a": 1, "b": [1, "x"]}}),
     *both(UNKNOWN, "cache_salt", {"cache_salt": "salt"}),
     *both(UNKNOWN, "an empty cache_salt", {"cache_salt": ""}, status=400),
     *both(UNKNOWN, "a cache_salt with a slash", {"cache_salt": "a/b"}, status=400),
     *both(UNKNOWN, "session_id", {"session_id": "s"}),
     *both(UNKNOWN, "priority 0", {"priority": 0}),
-    *both(UNKNOWN, "priority 1", {"priority": 1}, status=400),
+    *both(UNKNOWN, "priority 1", {"priority": 1}),
+    *both(UNKNOWN, "priority is text", {"priority": "high"}, status=400),
     *both(UNKNOWN, "skip_special_tokens false",
           {"skip_special_tokens": False, "logit_bias": {"257": 100}}),
     *both(UNKNOWN, "no model", {"model": ABSENT}),
     *both(UNKNOWN, "model null", {"model": None}),
     *both(UNKNOWN, "an empty model", {"model": ""}),
-    *both(UNKNOWN, "suffix", {"suffix": "x"}, alone="suffix", forms=WHOLE, status=400),
+    Row(UNKNOWN, "suffix", COMPLETIONS, {"suffix": "x"}, alone="suffix", status=400),
+    Row(UNKNOWN, "suffix, which is no field here", CHAT, {"suffix": "x"}, alone="suffix"),
     *wrong("an unknown model", {"model": "other"}, status=404, by_router=True),
     *wrong("a model that is a number", {"model": 7}, alone="model"),
     *wrong("max_tokens is text", {"max_tokens": "many"}, alone="max_tokens"),

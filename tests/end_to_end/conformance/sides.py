@@ -41,7 +41,8 @@ router: {{port: 0}}
 prefill:
   cpus: [[0]]
   kv_cache_bytes: 100 MB
-  env: &env {{VLLM_SERVER_DEV_MODE: "1", SPLITSERVE_TRANSFER_LOG: {folder}/transfers.jsonl}}
+  env: &env {{VLLM_SERVER_DEV_MODE: "1", VLLM_ENABLE_RESPONSES_API_STORE: "1",
+    SPLITSERVE_TRANSFER_LOG: {folder}/transfers.jsonl}}
   transfer: &transfer {{transport: local, lease_s: 15}}
   engine_args: &engine
     dtype: float32
@@ -68,10 +69,6 @@ decode:
 """
 
 TEMPLATE = """\
-{%- if tools %}<|im_start|>tools
-{% for tool in tools %}{{ tool['function'] | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {{ message['content'] or '' }}
@@ -80,6 +77,10 @@ TEMPLATE = """\
 {%- endfor -%}
 <|im_end|>
 {% endfor %}
+{%- if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool['function'] | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from end_to_end.conformance.rows_parsing import JSON_SCHEMA, TIME, WEATHER
+from end_to_end.conformance.rows_parsing import JSON_SCHEMA, NAMED, TIME, WEATHER
 from end_to_end.conformance.rows_prompts import text
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ async def several_answers(client: openai.AsyncOpenAI) -> Any:
 
 
 async def a_tool_call(client: openai.AsyncOpenAI) -> Any:
-    found = await client.chat.completions.create(
-        **CHAT, tools=[WEATHER, TIME], tool_choice="required"
-    )
+    found = await client.chat.completions.create(**CHAT, tools=[WEATHER, TIME], tool_choice=NAMED)
     (choice,) = found.choices
     calls = choice.message.tool_calls
     assert calls
@@ -82,7 +80,7 @@ async def a_tool_call(client: openai.AsyncOpenAI) -> Any:
 
 async def a_streamed_tool_call(client: openai.AsyncOpenAI) -> Any:
     async with client.chat.completions.stream(
-        **CHAT, tools=[WEATHER, TIME], tool_choice="required"
+        **CHAT, tools=[WEATHER, TIME], tool_choice=NAMED
     ) as stream:
         async for _ in stream:
             pass

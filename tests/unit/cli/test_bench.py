@@ -184,6 +184,15 @@ def test_the_picture_is_svg(results: list[dict[str, Any]]) -> None:
     ElementTree.fromstring(bench_report.picture("none", {"a": [empty]}, {}))
 
 
+def test_names_of_curves_do_not_overlap() -> None:
+    """Also where one is an address."""
+    by_server = {"http://127.0.0.1:28041": [result()], "b": [result()]}
+    tree = ElementTree.fromstring(bench_report.picture("a", by_server, {}))
+    texts = list(tree.iter("{http://www.w3.org/2000/svg}text"))
+    places = {str(text.text).split(": median")[0]: float(text.get("x", 0)) for text in texts[::-1]}
+    assert places["b"] - places["http://127.0.0.1:28041"] > 230
+
+
 def test_a_comparison_is_of_medians() -> None:
     """With their spread; figures that one side lacks are left out."""
     ours = [result(mean_ttft_ms=ms) for ms in (10.0, 30.0, 20.0)]
@@ -242,6 +251,19 @@ def test_the_table_is_the_generators() -> None:
     assert list(bench_tool._table(lines)) == [head, "Successful requests: 3", "--- TTFT ---", end]
 
 
+def test_what_a_dataset_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs: the generator's own message would name something else."""
+    known = {"vllm", "datasets"}
+    monkeypatch.setattr(bench_tool.importlib.util, "find_spec", lambda name: name in known or None)
+    assert bench_tool.check_installed("random")
+    assert bench_tool.check_installed("hf")
+    with pytest.raises(RefusedError, match="pip install pandas"):
+        bench_tool.check_installed("custom_image")
+    known.clear()
+    with pytest.raises(RefusedError, match="vLLM is not installed here"):
+        bench_tool.check_installed("random")
+
+
 def test_keys_go_by_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own key, or none: never the one of the caller's environment."""
     monkeypatch.setenv("OPENAI_API_KEY", "somebody's")
@@ -289,7 +311,7 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gener
     monkeypatch.chdir(tmp_path)
     found = Generator()
     monkeypatch.setattr(bench, "measure", found.measure)
-    monkeypatch.setattr(bench, "check_installed", lambda: "1")
+    monkeypatch.setattr(bench, "check_installed", lambda dataset: "1")
     monkeypatch.setattr(bench_server, "_models", lambda url, key, ca_file: (200, MODELS))
     monkeypatch.setattr(bench, "_about", lambda running: {"name": "mock"})
     files = ClusterFiles("mock")

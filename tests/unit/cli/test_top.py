@@ -160,6 +160,9 @@ def test_incidents_replace_the_last_deaths() -> None:
     assert told[0] == "incident     04:10:07 breaker open decode-5: 3 faults (5x)"
     assert len(told) == 4
     assert "last death" not in text
+    started = {"at_unix_s": NOW, "kind": "router_started", "node": "", "text": "it listens"}
+    text = frame(CLUSTER, {"incidents": [started]}, NOW, Size(80)).plain
+    assert "incident     04:11:02 router started: it listens\n" in text
 
 
 def test_the_cache_is_a_line() -> None:

@@ -131,3 +131,49 @@ def test_cpus_are_split_over_ranks() -> None:
     """In order, evenly."""
     assert omp_binding((3,), 1) == "3"
     assert omp_binding((0, 1, 4, 5), 2) == "0,1|4,5"
+
+
+def test_engines_take_part_in_traces() -> None:
+    """vLLM gets the collector, the protocol and its name; it begins no trace by itself, unless the
+    pool's own variables say so; without the section it gets nothing of this.
+    """
+    command = command_of("prefill-0")
+    assert "--otlp-traces-endpoint" not in command.argv
+    assert not [name for name in command.env if name.startswith("OTEL")]
+    text = TEXT.replace('EXTRA: "1"', "OTEL_TRACES_SAMPLER: always_on").format(
+        engine="vllm", more=""
+    )
+    text += "observability: {tracing: {otlp_endpoint: 'http://c:4318/', service_name: mine}}\n"
+    config = parse(text)
+    commands = [
+        engine_command(config, node(config, n), "m", "x") for n in ("prefill-0", "decode-0")
+    ]
+    for found in commands:
+        assert value(found, "--otlp-traces-endpoint") == "http://c:4318/v1/traces"
+        assert found.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+        assert found.env["OTEL_SERVICE_NAME"] == "mine-engine"
+    assert commands[1].env["OTEL_RESOURCE_ATTRIBUTES"] == "service.instance.id=decode-0"
+    samplers = [found.env["OTEL_TRACES_SAMPLER"] for found in commands]
+    assert samplers == ["always_on", "parentbased_always_off"]
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "names"),
+    [
+        ("lora_modules: [a=/x, b=/y]", ["a=/x", "b=/y"], {"a", "b"}),
+        (
+            "lora-modules: [{name: a, path: /x}]",
+            ['{"name": "a", "path": "/x"}'],
+            {"a"},
+        ),
+        ("lora_modules: a=/x", ["a=/x"], {"a"}),
+    ],
+)
+def test_adapters(written: str, flags: list[str], names: set[str]) -> None:
+    """Each is one value of vLLM's flag, and the router knows its name."""
+    config: ClusterConfig = parse(TEXT.format(engine="vllm", more=f", {written}"))
+    command = command_of("prefill-0", more=f", {written}")
+    at = command.argv.index("--lora-modules") + 1
+    assert list(command.argv[at : at + len(flags)]) == flags
+    assert config.prefill.engine_args.adapters == names
+    assert config.decode.engine_args.adapters == set()

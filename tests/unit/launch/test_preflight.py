@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -37,10 +38,10 @@ def problems_of(config: ClusterConfig) -> list[str]:
 
 
 def test_a_mock_cluster_passes() -> None:
-    """Every quick check is reported and none has a problem."""
+    """Every quick check is reported and none fails."""
     found = [finding for finding, _ in findings(Subject(parse(MOCK), {}))]
     assert [f.check for f in found] == [check.name for check in CHECKS if not check.measures]
-    assert [f for f in found if f.problems] == []
+    assert [f for f in found if f.failures] == []
     preflight(parse(MOCK), {})
 
 
@@ -158,3 +159,25 @@ def test_a_trial_copy_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     assert problems_of(parse(MOCK.replace("tcp", "local"))) == [
         "copies between engines: no processes left"
     ]
+
+
+def test_traces_need_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing and the command that installs it are named."""
+    text = MOCK + "observability: {tracing: {otlp_endpoint: 'http://127.0.0.1:4318'}}\n"
+    preflight(parse(text), {})
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    (problem,) = problems_of(parse(text))
+    assert problem.startswith("observability.tracing: opentelemetry.exporter.otlp.proto.http ")
+    assert "pip install 'splitserve[tracing]'" in problem
+
+
+def test_nothing_is_measured_on_cpus_that_do_not_exist() -> None:
+    """What cannot work is told once, by the check that is about it; what does not depend on it is
+    measured all the same.
+    """
+    text = MOCK.replace("{kv_cache_bytes", "{cpus: [[4000]], kv_cache_bytes", 1)
+    subject = Subject(parse(text + "allow_shared_devices: true\n"), {})
+    found = {f.check: f for f, _ in findings(subject, measures=True)}
+    assert found["transport"].detail == "not looked at before cpus is mended"
+    assert found["clocks"].detail == "nobody else's clock to compare with"
+    assert [f.check for f in found.values() if f.failures] == ["cpus"]

@@ -10,6 +10,9 @@ import pytest
 from router_stubs.cluster import completion, stub_cluster, until
 from router_stubs.engine import send
 
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.router.app import no_prompt_logprobs
 from splitserve.orchestrator.router.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -86,6 +89,25 @@ async def test_odd_types_are_the_engines_to_judge(
         }
         assert not cluster.engines["p0"].asked
         await cluster.idle()
+
+
+@pytest.mark.parametrize(
+    ("flag", "engine", "is_refused"),
+    [
+        ("enable_lora: true", "vllm", True),
+        ("enable-lora: true", "vllm", True),
+        ("enable_lora: false", "vllm", False),
+        ("", "vllm", False),
+        ("enable_lora: true", "mock", False),
+    ],
+)
+def test_when_logprobs_of_prompts_are_refused(flag: str, engine: str, is_refused: bool) -> None:
+    """Where they would end the engine."""
+    pool = f"{{cpus: [[CPU]], engine_args: {{{flag}}}}}"
+    text = f"engine: {engine}\nmodel: {{path: m}}\n" + "".join(
+        f"{name}: {pool.replace('CPU', str(cpu))}\n" for cpu, name in enumerate(POOLS)
+    )
+    assert bool(no_prompt_logprobs(parse(text))) == is_refused
 
 
 async def test_the_body_must_be_json_by_its_type() -> None:

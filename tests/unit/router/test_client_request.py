@@ -137,6 +137,27 @@ def test_ordinary_requests_may_be_split(extra: dict[str, Any]) -> None:
     assert read(COMPLETIONS, {"prompt": "x"} | extra).alone_because == ""
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "extra", "wants"),
+    [
+        (COMPLETIONS, {"prompt_logprobs": 0}, True),
+        (COMPLETIONS, {"prompt_logprobs": None}, False),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, True),
+        (COMPLETIONS, {"echo": True}, False),
+        (COMPLETIONS, {"logprobs": 1}, False),
+        (CHAT, {"echo": True}, True),
+        (CHAT, {"echo": False}, False),
+    ],
+)
+def test_who_wants_logprobs_of_the_prompt(
+    endpoint: str, extra: dict[str, Any], wants: bool
+) -> None:
+    """Also by an echo with logprobs; in a chat vLLM takes every echo for that."""
+    request = read(endpoint, {"prompt": "x", "messages": MESSAGES} | extra)
+    assert request.wants_prompt_logprobs == wants
+    assert request.alone_because or not wants
+
+
 def test_messages_with_pictures_are_not_split() -> None:
     """Text parts are."""
     text = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
@@ -180,6 +201,18 @@ def test_a_clients_transfer_parameters_are_removed(key: str, params: bytes | Non
     request = read(COMPLETIONS, raw)
     for body in (b"".join(request.decode_body(params, None)), request.prefill_body(PARAMS, None)):
         assert b"evil" not in body
+    told = orjson.loads(b"".join(request.decode_body(params, None)))
+    assert told.get("kv_transfer_params") == (orjson.loads(params) if params else None)
+
+
+@pytest.mark.parametrize("params", [None, PARAMS])
+def test_transfer_parameters_among_other_arguments_are_removed(params: bytes | None) -> None:
+    """vLLM would take them from there, and fail; what stands beside them stays."""
+    body = {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "evil", "a": 1}}
+    request = read(COMPLETIONS, body)
+    for leg in (b"".join(request.decode_body(params, None)), request.prefill_body(PARAMS, None)):
+        assert b"evil" not in leg
+        assert orjson.loads(leg)["vllm_xargs"] == {"a": 1}
     told = orjson.loads(b"".join(request.decode_body(params, None)))
     assert told.get("kv_transfer_params") == (orjson.loads(params) if params else None)
 

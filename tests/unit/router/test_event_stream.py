@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,13 +82,17 @@ async def test_everything_at_first_then_what_changes() -> None:
         assert first["incidents"][0]["kind"] == "router_started"
         assert first["ended"]["requests"] == 0
         await (await cluster.post(headers={"X-Request-Id": "after"})).read()
-        record = await next_of(watching, "request")
-        assert (record["request_id"], record["outcome"]) == ("after", "ok")
+        told = [await next_of(watching, "request") for _ in range(2)]
+        # The first one was not final yet
+        assert [(r["request_id"], r["outcome"]) for r in told] == [
+            ("before", "ok"),
+            ("after", "ok"),
+        ]
         status = await next_of(watching, "status")
         assert "timelines" not in status
         while not status["ended"]["requests"]:
             status = await next_of(watching, "status")
-        assert status["ended"]["output_tokens"] == 4
+        assert status["ended"]["output_tokens"] == 8
         state = NodeState(node="d0", incarnation="d0-1", phase="ready", free_blocks=77)
         await cluster.agents["d0"].say(state)
         while status["nodes"]["d0"]["free_blocks"] != 77:
@@ -147,6 +153,23 @@ async def test_a_router_that_stops_ends_the_stream() -> None:
         assert watching.content.at_eof()
 
 
+async def test_a_client_that_reads_nothing() -> None:
+    """Is cut off when the connection and its bound are full, and takes nothing with it."""
+    async with stub_cluster("d0") as cluster:
+        events, incidents = cluster.router.events, cluster.router.incidents
+        with socket.create_connection(("127.0.0.1", cluster.router.port)) as client:
+            client.sendall(f"GET {EVENTS_PATH} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            await until(lambda: events.are_on)
+            for number in range(100_000):
+                incidents.note("died", f"node-{number}", "x" * 400)
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+                if not events.are_on:
+                    break
+            assert not events.are_on
+        assert (await (await cluster.post()).read()).endswith(b"[DONE]\n\n")
+
+
 async def test_nobody_watches() -> None:
     """Then nothing is asked and nothing is armed; the one who has left leaves nothing."""
     async with stub_cluster("p0", "d0") as cluster:
@@ -185,12 +208,17 @@ class Sink:
         self.listener: Any = None
         self.sent: list[bytes] = []
         self.end = ""
+        self.room = 10**9
+        """Events after which the connection is full."""
 
     def send_head(self, status: int, headers: Any, body_bytes: int | None) -> None:
         assert (status, body_bytes) == (200, None)
 
     def send_body(self, data: bytes, is_last: bool = False) -> None:
         self.sent.append(data)
+        self.room -= 1
+        if self.room == 0:
+            self.listener.pause()
 
     def finish(self) -> None:
         self.end = "finished"
@@ -213,6 +241,13 @@ def ended(number: int, **changes: Any) -> tuple[Timeline, Tally]:
     return Timeline(**(fields | changes)), Tally(f"client-{number}", None, 3, 5)
 
 
+def end(streams: EventStreams, *numbers: int, **changes: Any) -> None:
+    """Requests of those numbers have ended, and are final."""
+    for number in numbers:
+        streams._log.add(*ended(number, **changes))
+    streams._log.flush()
+
+
 def streams_and_sink() -> tuple[EventStreams, Sink]:
     streams, sink = EventStreams(dict, RequestLog(None, 10), Incidents()), Sink()
     streams.begin(sink)  # type: ignore[arg-type]
@@ -222,11 +257,9 @@ def streams_and_sink() -> tuple[EventStreams, Sink]:
 async def test_more_requests_than_anybody_can_read() -> None:
     """So many a second are shown; the rest is counted, and failed ones come through for longer."""
     streams, sink = streams_and_sink()
-    for number in range(3 * REQUESTS_PER_S_LIMIT):
-        streams.ended(*ended(number, expected_cached_tokens=4))
+    end(streams, *range(3 * REQUESTS_PER_S_LIMIT), expected_cached_tokens=4)
     assert len(sink.sent) == 1 + REQUESTS_PER_S_LIMIT
-    for number in range(3 * REQUESTS_PER_S_LIMIT):
-        streams.ended(*ended(number, outcome="error", status=503))
+    end(streams, *range(3 * REQUESTS_PER_S_LIMIT), outcome="error", status=503)
     assert len(sink.sent) == 1 + 2 * REQUESTS_PER_S_LIMIT
     streams._tick()
     status = json.loads(sink.sent[-1].partition(b"data: ")[2])
@@ -238,22 +271,49 @@ async def test_more_requests_than_anybody_can_read() -> None:
         "expected_cached_tokens": 12 * REQUESTS_PER_S_LIMIT,
         "output_tokens": 18 * REQUESTS_PER_S_LIMIT,
     }
-    streams.ended(*ended(0))
+    end(streams, 0)
     assert sink.sent[-1].startswith(b"event: request\n")
     streams.close()
     assert sink.end == "finished"
 
 
 async def test_a_slow_watcher_gets_what_it_missed_in_order() -> None:
-    """As soon as it reads again."""
+    """As soon as it reads again; of statuses only the latest one."""
     streams, sink = streams_and_sink()
     sink.listener.pause()
     for number in range(5):
-        streams.ended(*ended(number))
+        end(streams, number)
+        streams._tell_status()
     assert len(sink.sent) == 1
+    sink.room = 2
     sink.listener.resume()
-    told = [json.loads(data.partition(b"data: ")[2]) for data in sink.sent[1:]]
+    assert len(sink.sent) == 3
+    sink.listener.resume()
+    *told, status = [json.loads(data.partition(b"data: ")[2]) for data in sink.sent[1:]]
     assert [record["id"] for record in told] == list("01234")
+    assert status["ended"]["requests"] == 5
+    end(streams, 5)
+    assert len(sink.sent) == 8
+    streams.close()
+
+
+async def test_a_status_takes_little_of_the_routers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes long comes less often."""
+
+    def snapshot() -> dict[str, Any]:
+        clock.now += 0.1
+        return {}
+
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(event_stream, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    streams, sink = EventStreams(snapshot, RequestLog(None, 10), Incidents()), Sink()
+    streams.begin(sink)  # type: ignore[arg-type]
+    assert streams._timer is not None
+    loop = asyncio.get_running_loop()
+    assert streams._timer.when() - loop.time() <= event_stream.INTERVAL_S
+    streams._timer.cancel()
+    streams._tick()
+    assert streams._timer.when() - loop.time() == pytest.approx(5.0, abs=0.1)
     streams.close()
 
 

@@ -48,7 +48,9 @@ def test_the_latest_are_kept() -> None:
 
 
 def test_what_happens_again_is_counted() -> None:
-    """Within a minute, and among the latest ones; whoever listens is told each time."""
+    """Within a minute, among the latest ones, and with nothing else of that node between; whoever
+    listens is told each time.
+    """
     clock, heard = Clock(), list[tuple[str, int]]()
     incidents = Incidents(clock)
 
@@ -65,6 +67,9 @@ def test_what_happens_again_is_counted() -> None:
         incidents.note("refused", f"other {number}", "differs")
     incidents.note("refused", "a", "differs")
     assert heard[-1] == ("a", 1)
+    for kind in ("joined", "died", "joined", "joined"):
+        incidents.note(kind, "a", "so it is")  # type: ignore[arg-type]
+    assert [count for _, count in heard[-4:]] == [1, 1, 1, 2]
 
 
 async def incidents_of(cluster: StubCluster) -> list[dict[str, Any]]:

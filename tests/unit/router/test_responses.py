@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import openai
 import pytest
 from router_stubs.cluster import SECRET, StubCluster, stub_cluster, until
+from router_stubs.core_story import Driver
 from router_stubs.engine import Asked, chunk, send, start_stream, stream
 
 from splitserve.kv_transfer.transfer_params import unseal
 from splitserve.orchestrator.agent.messages import AgentHello, NodeState
-
-if TYPE_CHECKING:
-    import asyncio
+from splitserve.orchestrator.router.endpoints import PATHS, RESPONSES
+from splitserve.orchestrator.router.errors import ApiError
+from splitserve.orchestrator.router.response_ids import ResponseIds
 
 RESPONSE = {"model": "m", "input": "hello", "max_output_tokens": 8}
 MESSAGE = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 KEYS = {"sk-1": "a", "sk-2": "b"}
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def usage(cached: int) -> bytes:
@@ -181,7 +185,7 @@ async def test_a_response_that_is_not_there_is_404() -> None:
         async def refused(response_id: str, headers: dict[str, str]) -> str:
             again = RESPONSE | {"previous_response_id": response_id}
             status, error = await post(cluster, "/v1/responses", again, **headers)
-            assert (status, error["error"]["param"]) == (404, "previous_response_id")
+            assert (status, error["error"]["param"]) == (404, "response_id")
             for call in (
                 cluster.session.get(f"{url}/{response_id}", headers=headers),
                 cluster.session.post(f"{url}/{response_id}/cancel", headers=headers),
@@ -332,3 +336,95 @@ async def test_errors_of_messages_have_their_form() -> None:
     async with stub_cluster() as cluster:
         status, told = await post(cluster, "/v1/messages", MESSAGE)
         assert (status, told["type"]) == (503, "error")
+    async with stub_cluster(keys=KEYS) as cluster:
+        status, told = await post(cluster, "/v1/messages", MESSAGE)
+        assert (status, told["type"]) == (401, "error")
+
+
+async def test_a_response_is_named_after_the_node_that_makes_it() -> None:
+    """Also when another one has failed before: what refers to it finds it."""
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        for engine in cluster.engines.values():
+            engine.answer = answer_like_an_engine
+        await cluster.engines["d0"].stop()
+        for _ in range(2):
+            status, told = await post(cluster, "/v1/responses", RESPONSE)
+            assert status == 200
+            got = await cluster.session.get(f"{cluster.url}/v1/responses/{told['id']}")
+            assert (got.status, await got.json()) == (200, {"asked": f"/v1/responses/{told['id']}"})
+        await cluster.idle()
+
+
+def test_ids_outlast_the_router() -> None:
+    """Another router of the cluster reads them; one with another secret does not."""
+    core = Driver("p0", "d0", "d1").core
+    ids, later, stranger = (
+        ResponseIds(secret, core.membership) for secret in (SECRET, SECRET, bytes(32))
+    )
+    name = ids.new("a", "d1-1")
+    assert later.holder(name, "a") == "d1-1"
+    assert ids.new("a", "d1-1") != name
+    for asked, tenant, reader in ((name, "b", later), (name, "a", stranger), (name[:-2], "a", ids)):
+        with pytest.raises(ApiError, match="not found"):
+            reader.holder(asked, tenant)
+
+
+async def test_the_official_client_hears_of_a_broken_stream() -> None:
+    """It raises, and does not take what came for a whole response."""
+    async with stub_cluster("p0", "d0") as cluster:
+
+        async def die(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await start_stream(writer)
+            await chunk(writer, b'event: response.created\ndata: {"type":"response.created"}\n\n')
+            writer.transport.abort()
+
+        cluster.engines["d0"].answer = die
+        async with openai.AsyncOpenAI(
+            base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
+        ) as client:
+            stream = await client.responses.create(model="m", input="x", stream=True)
+            assert (await anext(stream)).type == "response.created"
+            with pytest.raises(openai.APIError, match="middle of the answer"):
+                await anext(stream)
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/tokenize"])
+async def test_a_client_that_leaves(path: str) -> None:
+    """Every engine that works for it sees its connection closed, and the router is idle again."""
+    async with stub_cluster("p0", "d0") as cluster:
+
+        async def hang(asked: Asked, writer: asyncio.StreamWriter) -> None:
+            await asyncio.Event().wait()
+
+        for engine in cluster.engines.values():
+            engine.answer = hang
+        body = MESSAGE if path == "/v1/messages" else RESPONSE
+        posting = asyncio.ensure_future(cluster.session.post(cluster.url + path, json=body))
+        working = ["d0"] if path == "/tokenize" else ["p0", "d0"]
+        await until(lambda: all(cluster.engines[name].asked for name in working))
+        posting.cancel()
+        await cluster.idle()
+        for name in working:
+            async with asyncio.timeout(5):
+                await cluster.engines[name].asked[0].client_left.wait()
+
+
+@pytest.mark.parametrize("path", [*PATHS.values(), "/tokenize"])
+async def test_the_trace_of_a_client_travels(path: str) -> None:
+    """Trace state and ids reach every engine, and nothing that belongs to one connection does."""
+    headers = {"traceparent": TRACE, "tracestate": "a=b", "baggage": "c=d", "X-Request-Id": "mine"}
+    async with stub_cluster("p0", "d0") as cluster:
+        text = {PATHS[RESPONSES]: "input", "/v1/completions": "prompt"}.get(path)
+        body = MESSAGE if text is None else {"model": "m", text: "x"}
+        response = await cluster.session.post(cluster.url + path, json=body, headers=headers)
+        assert response.status == 200
+        assert response.headers["x-request-id"] == "mine"
+        await cluster.idle()
+        on_p, on_d = legs(cluster)
+        assert len(on_p) == (path != "/tokenize")
+        for asked in on_p + on_d:
+            told = asked.headers
+            assert told["traceparent"].split("-")[1] == TRACE.split("-")[1]
+            assert (told["tracestate"], told["baggage"]) == ("a=b", "c=d")
+            assert told["x-request-id"] == "mine"

@@ -6,6 +6,7 @@ import json
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from splitserve.kv_transfer.transfer_facts import (
     SendFacts,
     TransferFacts,
 )
-from splitserve.orchestrator.agent.messages import NodeTransfers
+from splitserve.orchestrator.agent.messages import FromAgent, NodeTransfers
 from splitserve.orchestrator.router import request_log, transfer_facts
 from splitserve.orchestrator.router.transfer_facts import (
     FACTS_LIMIT_PER_REQUEST,
@@ -154,6 +155,17 @@ def test_times_of_another_host_are_late_by_the_quickest_message(
     latest = delays[-transfer_facts.CLOCK_SAMPLES :]
     landed = book.of(f"r{len(delays) - 1}").transfer(None).landed
     assert landed == pytest.approx(11 + min(latest), abs=1e-6)
+
+
+@pytest.mark.parametrize("at", ["1e300", "-5.0", "null", "[]"])
+def test_what_is_no_time_is_no_message(at: str) -> None:
+    """An engine cannot make the router's sums overflow."""
+    good = msgspec.json.encode(frame("here", 1.0, received(1)))
+    assert msgspec.json.decode(good, type=FromAgent) == frame("here", 1.0, received(1))
+    bad = good.replace(b'"ended":12,', b'"ended":%b,' % at.encode())
+    assert bad != good
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(bad, type=FromAgent)
 
 
 def test_what_is_kept_is_bounded() -> None:

@@ -51,5 +51,8 @@ async def test_it_tokenises_for_others() -> None:
         messages = [{"role": "user", "content": "x"}]
         told = await (await client.post("/tokenize", json={"messages": messages})).json()
         assert bytes(told["tokens"]) == b"<user>x\n<assistant>"
+        told = await (await client.post("/detokenize", json={"tokens": [97, 98]})).json()
+        assert told == {"prompt": "ab"}
+        assert (await client.post("/detokenize", json={"tokens": "ab"})).status == 400
         assert (await client.post("/tokenize", json={"prompt": 3})).status == 400
         assert (await client.post("/tokenize", json={"model": "n", "prompt": "a"})).status == 404

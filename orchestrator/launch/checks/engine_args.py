@@ -1,0 +1,102 @@
+"""Whether the engine takes what ``engine_args`` says: it would end with a usage message, or after a
+minute of loading.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.vllm.known_flags import known_flags, known_kv_cache_types
+from splitserve.orchestrator.launch.finding import Finding, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from splitserve.orchestrator.launch.checks.subject import Subject
+    from splitserve.orchestrator.launch.finding import Problem
+
+
+def engine_args(subject: Subject) -> Finding:
+    """Every flag is one of the installed engine, and their sizes fit each other."""
+    check = "engine_args"
+    if subject.config.engine != "vllm":
+        return Finding(check, "not looked at")
+    passed = {pool: sorted(subject.config.pool(pool).engine_args.passed_on) for pool in POOLS}
+    problems = [
+        problem
+        for pool in POOLS
+        for problem in (
+            *_unknown_flags(subject, pool, passed[pool]),
+            *_sizes(subject, pool),
+            *_files(subject, pool),
+        )
+    ]
+    names = sorted({name for pool in POOLS for name in passed[pool]})
+    return Finding(check, f"passed on: {', '.join(names) or 'none'}", tuple(problems))
+
+
+def _unknown_flags(subject: Subject, pool: str, keys: list[str]) -> Iterator[Problem]:
+    """What argparse takes for a flag: its beginning is enough, ``no_`` negates it, and behind a dot
+    is a part of its value. What `configuration` tells is left out.
+    """
+    told_of = [sentence.partition(":")[0] for sentence in subject.contradictions]
+    known = known_flags() if keys else frozenset()
+    for key in keys if known else ():
+        if f"{pool}.engine_args.{key}" in told_of:
+            continue
+        name = key.replace("-", "_").partition(".")[0]
+        forms = {name, name.removeprefix("no_")}
+        if any(flag.startswith(form) for flag in known for form in forms):
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        yield failure(
+            f"{pool}.engine_args.{key}",
+            f"the installed vLLM has no flag --{key.replace('_', '-')}",
+            f"did you mean {close[0]!r}?"
+            if close
+            else "remove it; `vllm serve --help=all` lists all",
+        )
+
+
+def _sizes(subject: Subject, pool: str) -> Iterator[Problem]:
+    args = subject.config.pool(pool).engine_args
+    types = known_kv_cache_types()
+    if types and args.kv_cache_dtype not in types:
+        yield failure(
+            f"{pool}.engine_args.kv_cache_dtype",
+            f"the installed vLLM has no KV cache of {args.kv_cache_dtype!r}",
+            f"use one of {', '.join(sorted(types))}",
+        )
+    step, running = args.max_num_batched_tokens, args.max_num_seqs
+    if step is not None and running is not None and step < running:
+        yield failure(
+            (f"{pool}.engine_args.max_num_batched_tokens", f"{pool}.engine_args.max_num_seqs"),
+            f"a step of {step} tokens cannot hold one token of each of {running} requests",
+            f"raise max_num_batched_tokens to at least {running}",
+        )
+    flags = {name.replace("-", "_"): value for name, value in args.passed_on.items()}
+    whole = flags.get("enable_chunked_prefill") is False or flags.get("no_enable_chunked_prefill")
+    longest = args.max_model_len
+    if step is not None and longest is not None and whole and step < longest:
+        yield failure(
+            (f"{pool}.engine_args.max_num_batched_tokens", f"{pool}.engine_args.max_model_len"),
+            f"without chunked prefill a step of {step} tokens cannot hold a prompt of {longest}",
+            f"raise max_num_batched_tokens to {longest}, or allow enable_chunked_prefill",
+        )
+
+
+def _files(subject: Subject, pool: str) -> Iterator[Problem]:
+    """What is named by its whole path is there."""
+    args = subject.config.pool(pool).engine_args.passed_on
+    flags = {name.replace("-", "_"): value for name, value in args.items()}
+    named = [("chat_template", str(flags.get("chat_template", "")))]
+    modules = flags.get("lora_modules", [])
+    for module in modules if isinstance(modules, list) else [modules]:
+        name, _, path = str(module).partition("=")
+        named.append(("lora_modules", path if name.isidentifier() else ""))
+    for key, path in named:
+        if path.startswith("/") and "{" not in path and not Path(path).exists():
+            yield failure(f"{pool}.engine_args.{key}", f"{path} is not there", "correct the path")
