@@ -57,7 +57,6 @@ from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.engines.command import engine_command
 
 if TYPE_CHECKING:
@@ -108,9 +107,7 @@ class Agent:
         self._secret_path = run_dir / f"{node.name}.secret"
         self._log_path = log_dir / f"{node.name}.log"
         self._connect_endpoint = connect_endpoint
-        tls = config.security.tls
-        self._tls = client_context(tls, checks_name=False)
-        self._link = RouterLink(router_url, secret, self._on_message, tls=client_context(tls))
+        self._link = RouterLink(router_url, secret, self._on_message, tls=config.security.tls)
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
         self._has_served = False
@@ -261,7 +258,8 @@ class Agent:
         progress = asyncio.create_task(self._report_progress())
         try:
             async with asyncio.timeout(limit):
-                engine = EngineHttp(self.node.engine_url, life.api_key, self._tls)
+                tls = self._config.security.tls
+                engine = EngineHttp(self.node.engine_url, life.api_key, tls)
                 life.endpoint, description = await wait_until_ready(
                     engine,
                     lambda: self._connect_endpoint(self.node.endpoint_address, self._secret),

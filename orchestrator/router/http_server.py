@@ -118,9 +118,10 @@ class HttpServer:
     async def listen(self, host: str, port: int, tls: ServerTls | None = None) -> int:
         """The port that is listened on. Raises ``OSError`` when it is taken."""
         loop = asyncio.get_running_loop()
-        self._tls, make = tls, partial(HttpConnection, self)
-        secured = tls.listening if tls else {}
-        self._listener = await loop.create_server(make, host, port, **secured)
+        self._tls, secured = tls, tls.listening if tls else {}
+        self._listener = await loop.create_server(
+            partial(HttpConnection, self), host, port, **secured
+        )
         self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._close_stuck)
         return int(self._listener.sockets[0].getsockname()[1])
 
