@@ -9,9 +9,12 @@ from splitserve.orchestrator.config.autotune_schema import AutotuneConfig
 from splitserve.orchestrator.config.cache_schema import CacheConfig, QuotaConfig, TierConfig
 from splitserve.orchestrator.config.credentials import (
     SECRET_ENV,
+    SECRET_FILE_ENV,
     cache_secret,
     cluster_secret,
     secret_for,
+    secret_variables,
+    shared_secret,
     tenant_tag,
     tenants_by_key,
 )
@@ -39,9 +42,11 @@ from splitserve.orchestrator.config.schema import (
     SupervisionConfig,
     TransferConfig,
 )
+from splitserve.orchestrator.config.tls_schema import TlsConfig
 
 __all__ = [
     "SECRET_ENV",
+    "SECRET_FILE_ENV",
     "ApiKeyConfig",
     "AutotuneConfig",
     "CacheConfig",
@@ -59,6 +64,7 @@ __all__ = [
     "SecurityConfig",
     "SupervisionConfig",
     "TierConfig",
+    "TlsConfig",
     "TransferConfig",
     "builtin_names",
     "cache_secret",
@@ -72,6 +78,8 @@ __all__ = [
     "parse",
     "router_url",
     "secret_for",
+    "secret_variables",
+    "shared_secret",
     "tenant_tag",
     "tenants_by_key",
 ]

@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.fields import (
     VariableName,
     VariableValue,
 )
+from splitserve.orchestrator.config.tls_schema import TlsConfig
 from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
 
@@ -52,6 +53,11 @@ class RouterConfig(Section):
     host: Host = "127.0.0.1"
     """Address to listen on. Anything but a loopback address opens the service to the network: set
     `security.api_keys` then.
+    """
+
+    advertise_host: str = ""
+    """Address or name by which agents and operators reach the router, when it is not the one it
+    listens on: `0.0.0.0`, a Kubernetes service, NAT. Empty: the address it listens on.
     """
 
     port: Port = 8000
@@ -233,6 +239,13 @@ class PoolConfig(Section):
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
 
+    hosts: list[Host] | None = None
+    """Address or name of each node's machine, one per replica: the node listens there (HTTP,
+    control channel, pages) and is reached there. For a cluster on several machines, whose nodes are
+    started one by one with `splitserve node`; takes the place of `host`, `transfer.host` and
+    `advertise_host`.
+    """
+
     host: Host = "127.0.0.1"
     """Address on which the engines' HTTP servers listen; the router must reach it."""
 
@@ -350,6 +363,9 @@ class SecurityConfig(Section):
     """File with the cluster secret (at least 32 hex digits, readable by its owner only); without it
     each `up` makes a new one.
     """
+
+    tls: TlsConfig | None = None
+    """Certificates for HTTPS; without this section HTTP is not encrypted."""
 
     api_keys: list[ApiKeyConfig] = Field(default=[])
     """Keys that clients must send as `Authorization: Bearer KEY`; none means that every client on
