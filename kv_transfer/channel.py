@@ -11,14 +11,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import socket
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils import z85
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 SECRET_MIN_BYTES = 16
 SECRET_ENV = "SPLITSERVE_SECRET"
-"""Environment variable that carries the cluster secret, in hexadecimal, into child processes."""
+"""Environment variable that holds the cluster secret, in hexadecimal."""
+SECRET_FILE_ENV = "SPLITSERVE_SECRET_FILE"
+"""Environment variable that names the file it is in; this is how engines are told."""
 
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
 QUEUE_LIMIT_MESSAGES = 10_000
@@ -37,6 +43,26 @@ def parse_secret(text: str) -> bytes:
             f"the cluster secret has {len(secret)} bytes; at least {SECRET_MIN_BYTES} are needed"
         )
     return secret
+
+
+def secret_in(environ: Mapping[str, str]) -> bytes | None:
+    """The cluster secret from the variable that holds it or names its file; None without either.
+
+    Raises ``ValueError`` that names the variable.
+    """
+    name, text = SECRET_ENV, environ.get(SECRET_ENV, "")
+    if not text and (file := environ.get(SECRET_FILE_ENV, "")):
+        name = SECRET_FILE_ENV
+        try:
+            text = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name}: {file} cannot be read: {error}") from error
+    if not text:
+        return None
+    try:
+        return parse_secret(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def mac(secret: bytes, purpose: str, *parts: bytes) -> bytes:

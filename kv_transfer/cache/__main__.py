@@ -18,6 +18,8 @@ from splitserve.kv_transfer.cache.tiers.base import Tier, TierConfigError, TierE
 from splitserve.kv_transfer.cache.tiers.registry import create
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from splitserve.kv_transfer.cache.sealing import Sealer
 
 logger = logging.getLogger("splitserve.cache")
@@ -27,11 +29,16 @@ EXIT_REFUSED = 2
 
 
 def main() -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """The process's exit status."""
+    return serve(Path(sys.argv[1]), os.environ)
+
+
+def serve(path: Path, environ: Mapping[str, str]) -> int:
+    """Serve until SIGTERM or SIGINT; returns 0, or ``EXIT_REFUSED``."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CacheSettings)
-        codec = ChunkCodec(_sealer(settings))
+        settings = msgspec.json.decode(path.read_bytes(), type=CacheSettings)
+        codec = ChunkCodec(_sealer(settings, environ))
         tiers = [_tier(tier) for tier in settings.tiers if tier.type != "cpu"]
         server = CacheServer(settings, tiers, codec)
     except (TierConfigError, msgspec.DecodeError, ValueError, OSError) as error:
@@ -57,12 +64,12 @@ def _tier(settings: TierSettings) -> Tier:
     return tier
 
 
-def _sealer(settings: CacheSettings) -> Sealer | None:
+def _sealer(settings: CacheSettings, environ: Mapping[str, str]) -> Sealer | None:
     if not settings.encrypt:
         return None
     from splitserve.kv_transfer.cache.sealing import Sealer
 
-    secret = os.environ.get(settings.secret_env, "")
+    secret = environ.get(settings.secret_env, "")
     if not secret:
         raise ValueError(f"cache.encrypt is on and {settings.secret_env} is not set")
     return Sealer(bytes.fromhex(secret))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
 
 from splitserve.orchestrator.agent.messages import AdapterDescription
 from splitserve.orchestrator.models.identity import weights_identity
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.agent.engine_http import EngineHttp
 
 _log = logging.getLogger(__name__)
 
@@ -30,16 +34,14 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-async def loaded_adapters(engine_url: str, api_key: str) -> dict[str, AdapterDescription]:
+async def loaded_adapters(engine: EngineHttp) -> dict[str, AdapterDescription]:
     """The adapters by name. An engine that does not say serves its model only, and the log tells
     why.
     """
-    headers = {"Authorization": f"Bearer {api_key}"}
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.get(f"{engine_url}/v1/models") as response,
+            engine.session(_TIMEOUT_S) as session,
+            session.get(f"{engine.url}/v1/models") as response,
         ):
             cards = msgspec.json.decode(await response.read(), type=_Cards).data
     except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:

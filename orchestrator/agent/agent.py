@@ -25,8 +25,13 @@ from msgspec import structs
 
 from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
+from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
-from splitserve.orchestrator.agent.engine_process import EngineProcess, clean_environment
+from splitserve.orchestrator.agent.engine_process import (
+    EngineProcess,
+    clean_environment,
+    written_secret,
+)
 from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
@@ -44,7 +49,6 @@ from splitserve.orchestrator.agent.messages import (
 )
 from splitserve.orchestrator.agent.order_relay import OrderRelay
 from splitserve.orchestrator.agent.prefix_reports import PrefixReports
-from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV
 from splitserve.orchestrator.agent.readiness import (
     ENDPOINT_ERRORS,
     Endpoint,
@@ -56,7 +60,9 @@ from splitserve.orchestrator.agent.readiness import (
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
+from splitserve.orchestrator.config import secret_variables
 from splitserve.orchestrator.config.flips import flip_obstacle
+from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.engines.command import engine_command, secret_environment
 
 if TYPE_CHECKING:
@@ -104,9 +110,12 @@ class Agent:
         self._model = model
         self._secret = secret
         self._run_dir = run_dir
+        self._secret_path = run_dir / f"{node.name}.secret"
         self._log_path = log_dir / f"{node.name}.log"
         self._connect_endpoint = connect_endpoint
-        self._link = RouterLink(router_url, secret, self._on_message)
+        tls = config.security.tls
+        self._tls = client_context(tls, checks_name=False)
+        self._link = RouterLink(router_url, secret, self._on_message, tls=client_context(tls))
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
         self._has_served = False
@@ -175,6 +184,7 @@ class Agent:
                     return self._stopped()
         finally:
             relay.cancel()
+            self._secret_path.unlink(missing_ok=True)
             if self._leaving is not None:
                 self._leaving.cancel()
             await self._end(link)
@@ -234,8 +244,8 @@ class Agent:
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
         self._note(incarnation)
-        environ = clean_environment({NODE_MARKER_ENV: self.node.name})
-        environ |= secret_environment(self._secret, api_key)
+        environ = clean_environment(self.node.name, without=secret_variables(self._config))
+        environ |= secret_environment(written_secret(self._secret_path, self._secret), api_key)
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
         return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
 
@@ -255,14 +265,15 @@ class Agent:
         progress = asyncio.create_task(self._report_progress())
         try:
             async with asyncio.timeout(limit):
+                engine = EngineHttp(self.node.engine_url, life.api_key, self._tls)
                 life.endpoint, description = await wait_until_ready(
-                    self.node.engine_url,
+                    engine,
                     lambda: self._connect_endpoint(self.node.endpoint_address, self._secret),
                     life.incarnation,
                 )
                 if life.warm_up is not None:
-                    await warm_up(self.node.engine_url, life.api_key, life.warm_up)
-                adapters = await loaded_adapters(self.node.engine_url, life.api_key)
+                    await warm_up(engine, life.warm_up)
+                adapters = await loaded_adapters(engine)
         except TimeoutError:
             return f"not ready within startup_timeout_s = {limit:.0f} s"
         except WrongEngineError as error:

@@ -7,6 +7,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+HOST_HEADER = "X-Splitserve-Host"
+"""With it an agent says on which machine it is. Only told to people: nobody has proved it."""
+
 
 def agent_token(secret: bytes) -> str:
     """The bearer token of ``/internal/agents``; it follows from the cluster secret and does not

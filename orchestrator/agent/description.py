@@ -6,6 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.agent.messages import NodeDescription
+from splitserve.orchestrator.engines.versions import own_version
 
 if TYPE_CHECKING:
     from splitserve.kv_transfer.engine_endpoint import EngineDescription
@@ -38,6 +39,7 @@ def describe(
         transport=engine.transport,
         fingerprint=dict(engine.fingerprint),
         host=socket.gethostname(),
+        version=own_version(),
         reports_prefixes=engine.reports_prefixes,
         reports_transfers=engine.reports_transfers,
         uses_cache=engine.uses_cache,

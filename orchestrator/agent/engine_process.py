@@ -9,10 +9,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.agent.processes import kill_descendants
+from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV, kill_descendants
+from splitserve.orchestrator.launch.files import write_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
     from splitserve.orchestrator.agent.engine_log import EngineLog
     from splitserve.orchestrator.engines.command import EngineCommand
@@ -140,6 +142,19 @@ class EngineProcess:
             self._on_stage()
 
 
-def clean_environment(markers: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for an engine, with the markers of its node."""
-    return {**os.environ, **markers}
+def clean_environment(node: str, without: Collection[str]) -> dict[str, str]:
+    """This process's environment for an engine, with the marker of its node and without what it
+    must not know.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    return {**inherited, NODE_MARKER_ENV: node}
+
+
+def written_secret(path: Path, secret: bytes) -> Path:
+    """``path``, in which an engine finds the cluster secret, readable by its owner only: more
+    people and programs look at an environment.
+    """
+    text = secret.hex()
+    if not path.exists() or path.read_text() != text:
+        write_private(path, text.encode())
+    return path

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ import aiohttp
 import msgspec
 from msgspec import structs
 
-from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.agent.auth import HOST_HEADER, agent_token
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
     EngineDied,
@@ -32,13 +34,16 @@ from splitserve.orchestrator.agent.messages import (
     Role,
     ToAgent,
 )
+from splitserve.orchestrator.config.tls import certificate_error, tls_reason
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
 _log = logging.getLogger(__name__)
 
 PATH = "/internal/agents"
+UNAUTHORIZED = 401
 _RETRY_S = 0.25
 _RETRY_LIMIT_S = 1.0
 """While the router is away; until its nodes are back a restarted router refuses requests."""
@@ -64,11 +69,17 @@ class RouterLink:
         router_url: str,
         secret: bytes,
         on_message: Callable[[ToAgent], Awaitable[None]],
+        *,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """``tls`` is how an ``https`` router is verified."""
+        self._tls = tls
+        self._said = ""
+        """What the log told last of a connection that could not be had."""
         self._connection_lost = asyncio.Event()
         self._connection_lost.set()
         self._url = router_url + PATH
-        self._headers = {"Authorization": f"Bearer {agent_token(secret)}"}
+        self._headers = agent_headers(secret)
         self._on_message = on_message
         self._hello: AgentHello | None = None
         self._hello_sent = False
@@ -152,19 +163,28 @@ class RouterLink:
                         headers=self._headers,
                         heartbeat=_HEARTBEAT_S,
                         max_msg_size=_MESSAGE_LIMIT_BYTES,
+                        ssl=self._tls if self._tls is not None else True,
                     ) as socket:
                         delay = _RETRY_S
+                        self._said = ""
                         await self._serve(socket)
-                except aiohttp.WSServerHandshakeError as error:
-                    _log.warning(
-                        "the router refuses this agent: %s %s", error.status, error.message
-                    )
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    _log.debug("no connection to the router: %r", error)
+                    self._tell_once(error)
                 finally:
                     self._connection_lost.set()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, _RETRY_LIMIT_S)
+
+    def _tell_once(self, error: Exception) -> None:
+        """What a person has to change is told until it is something else; a router that is away
+        comes back by itself.
+        """
+        obstacle = obstacle_of(error)
+        if not obstacle:
+            _log.debug("no connection to the router: %r", error)
+        elif obstacle != self._said:
+            self._said = obstacle
+            _log.error("no connection to the router on %s: %s", self._url, obstacle)
 
     async def _serve(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Speak until the connection ends."""
@@ -207,7 +227,7 @@ class RouterLink:
                 self._deaths_sent.set()
                 if self._hello is not None and not self._hello_sent:
                     self._hello_sent = True
-                    await self._send(socket, self._hello)
+                    await self._send(socket, structs.replace(self._hello, unix_s=time.time()))
                 if self._fresh is not None:
                     frame, self._fresh = self._fresh, None
                     await self._send(socket, frame)
@@ -223,3 +243,30 @@ class RouterLink:
     async def _send(self, socket: aiohttp.ClientWebSocketResponse, frame: FromAgent) -> None:
         async with asyncio.timeout(_SEND_TIMEOUT_S):
             await socket.send_str(_encode(frame).decode())
+
+
+def agent_headers(secret: bytes) -> dict[str, str]:
+    """What an agent proves, and where it is, for the router's log."""
+    return {
+        "Authorization": f"Bearer {agent_token(secret)}",
+        HOST_HEADER: socket.gethostname()[:64],
+    }
+
+
+def obstacle_of(error: Exception) -> str:
+    """What a person has to change before the router can be had; empty when trying again may
+    help.
+    """
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        if error.status == UNAUTHORIZED:
+            return (
+                f"it has another cluster secret than {socket.gethostname()}; give both the same "
+                "one (security.secret_file, SPLITSERVE_SECRET or SPLITSERVE_SECRET_FILE)"
+            )
+        return f"it answers with status {error.status}: {error.message}; is it a splitserve router?"
+    failure = certificate_error(error)
+    if failure is not None:
+        return tls_reason(failure)
+    if isinstance(error, aiohttp.InvalidURL):
+        return "this is no URL; write one such as http://10.0.0.1:8000"
+    return ""

@@ -52,6 +52,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal for KV to be usable; nodes that differ are not paired."""
     host: str = ""
     """Name of the machine; its nodes share one cache."""
+    version: str = ""
+    """Of splitserve there; empty when it does not say."""
     reports_prefixes: bool = False
     """It says which beginnings of prompts its prefix cache has."""
     reports_transfers: bool = False
@@ -78,6 +80,8 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     description: NodeDescription
     role: Role
+    unix_s: float = 0.0
+    """The machine's clock when this was sent; 0 when it does not say."""
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import aiohttp
 import zmq
 
+from splitserve.orchestrator.config.tls import certificate_error, tls_reason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.held_prefixes import PrefixReport
     from splitserve.kv_transfer.orders import Retarget
     from splitserve.kv_transfer.transfer_facts import TransferFacts
+    from splitserve.orchestrator.agent.engine_http import EngineHttp
 
 _log = logging.getLogger(__name__)
 
@@ -77,14 +80,14 @@ async def answer_of(call: Coroutine[Any, Any, T], timeout_s: float = _CALL_TIMEO
 
 
 async def wait_until_ready(
-    engine_url: str, connect: Callable[[], Endpoint], incarnation: str
+    engine: EngineHttp, connect: Callable[[], Endpoint], incarnation: str
 ) -> tuple[Endpoint, EngineDescription]:
     """The endpoint's client and description, as soon as the engine serves. Never gives up: the
     caller holds the deadline.
 
     Raises ``WrongEngineError`` when somebody else listens on the engine's ports.
     """
-    await _wait_for_health(engine_url)
+    await _wait_for_health(engine)
     endpoint = connect()
     try:
         while True:
@@ -96,7 +99,7 @@ async def wait_until_ready(
                 await asyncio.sleep(_POLL_S)
         if description.incarnation != incarnation:
             raise WrongEngineError(
-                f"the engine on {engine_url} is {description.incarnation}, but {incarnation} "
+                f"the engine on {engine.url} is {description.incarnation}, but {incarnation} "
                 "was started: "
                 "an engine of an earlier run holds the port"
             )
@@ -106,16 +109,14 @@ async def wait_until_ready(
     return endpoint, description
 
 
-async def warm_up(engine_url: str, api_key: str, body: dict[str, Any]) -> None:
+async def warm_up(engine: EngineHttp, body: dict[str, Any]) -> None:
     """The engine has answered that completion; why not, if it has not, is logged: it serves all the
     same. The caller holds the deadline.
     """
-    headers = {"Authorization": f"Bearer {api_key}"}
-    timeout = aiohttp.ClientTimeout(total=None)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.post(f"{engine_url}/v1/completions", json=body) as response,
+            engine.session(None) as session,
+            session.post(f"{engine.url}/v1/completions", json=body) as response,
         ):
             text = await response.text()
             if response.status != 200:
@@ -124,14 +125,17 @@ async def warm_up(engine_url: str, api_key: str, body: dict[str, Any]) -> None:
         _log.warning("the warm-up got no answer: %r", error)
 
 
-async def _wait_for_health(engine_url: str) -> None:
-    timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+async def _wait_for_health(engine: EngineHttp) -> None:
+    said = ""
+    async with engine.session(_CALL_TIMEOUT_S) as session:
         while True:
             try:
-                async with session.get(f"{engine_url}/health") as response:
+                async with session.get(f"{engine.url}/health") as response:
                     if response.status == 200:
                         return
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                _log.debug("%s/health does not answer yet: %r", engine_url, error)
+                _log.debug("%s/health does not answer yet: %r", engine.url, error)
+                failure = certificate_error(error)
+                if failure is not None and said != (said := tls_reason(failure)):
+                    _log.error("%s cannot be asked: %s", engine.url, said)
             await asyncio.sleep(_POLL_S)

@@ -226,7 +226,9 @@ class Runs:
             arguments += ["--goodput", *(f"{n}:{ms:g}" for n, ms in wish.targets.items())]
         arguments += ["--num-prompts", str(self._load.requests), *wish.more]
         is_offline = wish.dataset_name in OFFLINE and Path(self._tokenizer).is_dir()
-        environ = tool_environ(server.api_key, server.host, seed, is_offline=is_offline)
+        environ = tool_environ(
+            server.api_key, server.host, seed, is_offline=is_offline, ca_file=server.ca_file
+        )
         with _progress() as show:
             return measure(arguments, environ, wish.limit_minutes * 60, show)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from splitserve.orchestrator.cli.bench_tool import API_KEY_ENV
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.router_tls import connection_to
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.config.credentials import tenants_by_key
 
@@ -36,6 +39,8 @@ class Server:
     limit_tokens: int | None
     """Prompt and answer together; None when it does not say."""
     api_key: str
+    ca_file: str = ""
+    """By which its certificate is verified; empty: by the system's."""
 
     @property
     def host(self) -> str:
@@ -45,7 +50,10 @@ class Server:
 
 def cluster_server(config: ClusterConfig, url: str) -> Server:
     """The router of the cluster. Raises ``RefusedError``."""
-    return _asked(config.name, url, config.model.name, _cluster_key(config), API_KEY_ENV)
+    tls = config.security.tls
+    ca_file = str(Path(tls.ca_file).expanduser()) if tls is not None else ""
+    key = _cluster_key(config)
+    return _asked(config.name, url, config.model.name, key, API_KEY_ENV, ca_file)
 
 
 def compared_server(url: str, model: str | None) -> Server:
@@ -80,8 +88,10 @@ def _cluster_key(config: ClusterConfig) -> str:
     return given if given in keys else keys[0]
 
 
-def _asked(name: str, url: str, model: str | None, api_key: str, variable: str) -> Server:
-    status, answer = _models(url, api_key)
+def _asked(
+    name: str, url: str, model: str | None, api_key: str, variable: str, ca_file: str = ""
+) -> Server:
+    status, answer = _models(url, api_key, ca_file)
     if status in (401, 403):
         raise RefusedError(f"{name} refuses the API key (status {status}); set {variable}")
     found = answer.get("data") if status == 200 else None
@@ -93,16 +103,15 @@ def _asked(name: str, url: str, model: str | None, api_key: str, variable: str) 
     elif model not in models:
         raise RefusedError(f"{name} does not serve {model!r}; it serves {', '.join(models)}")
     limit = models[model].get("max_model_len")
-    return Server(name, url, model, limit if isinstance(limit, int) else None, api_key)
+    return Server(name, url, model, limit if isinstance(limit, int) else None, api_key, ca_file)
 
 
-def _models(url: str, api_key: str) -> tuple[int, dict[str, Any]]:
+def _models(url: str, api_key: str, ca_file: str) -> tuple[int, dict[str, Any]]:
     parts = urlsplit(url)
-    assert parts.hostname is not None
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        connection = kind(parts.hostname, parts.port, timeout=ANSWER_LIMIT_S)
+        tls = ssl.create_default_context(cafile=ca_file or None)
+        connection = connection_to(url, tls, ANSWER_LIMIT_S)
         try:
             connection.request("GET", f"{parts.path}/v1/models", headers=headers)
             response = connection.getresponse()

@@ -109,11 +109,17 @@ def measure(
     return Measured(tuple(_table(said)), result)
 
 
-def tool_environ(api_key: str, host: str, seed: int, *, is_offline: bool) -> dict[str, str]:
-    """The tool's environment: its key, and what makes two runs with one seed send the same."""
+def tool_environ(
+    api_key: str, host: str, seed: int, *, is_offline: bool, ca_file: str = ""
+) -> dict[str, str]:
+    """The tool's environment: its key, whom it trusts, and what makes two runs with one seed send
+    the same.
+    """
     environ = {name: value for name, value in os.environ.items() if name != API_KEY_ENV}
     if api_key:
         environ[API_KEY_ENV] = api_key
+    if ca_file:
+        environ["SSL_CERT_FILE"] = ca_file
     # It draws a trace's tokens by Python's hash of block numbers
     environ["PYTHONHASHSEED"] = str(seed % 2**32)
     environ["PYTHONUNBUFFERED"] = "1"

@@ -146,6 +146,11 @@ class Departures(RunningNodes):
     def begin_restart(self, node: str) -> str:
         """The node is on its way to another incarnation than the one that is returned."""
         if self.phase(node) in ("left", "failed"):
+            if self.record.launcher == "none":
+                raise RefusedError(
+                    f"{node} has ended; start it again on its machine with "
+                    f"`splitserve node {node} CLUSTER`"
+                )
             self.files.wish_for(node)
             click.echo(f"{node} is started again")
             return ""

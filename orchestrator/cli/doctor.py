@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from splitserve.orchestrator.cli.errors import EXIT_REFUSED
+from splitserve.orchestrator.cli.errors import EXIT_REFUSED, RefusedError
 from splitserve.orchestrator.cli.running_findings import running_cluster
-from splitserve.orchestrator.config import ConfigError
+from splitserve.orchestrator.config import ConfigError, nodes
 from splitserve.orchestrator.config.loading import load_with_contradictions
-from splitserve.orchestrator.launch.checks.subject import Subject
+from splitserve.orchestrator.launch.checks.network import members_here
+from splitserve.orchestrator.launch.checks.subject import ROUTER, Subject
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.finding import Finding, Severity, gravest, told
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_profile_path
@@ -31,14 +32,17 @@ REPORT_VERSION = 1
 @click.command()
 @click.argument("config", default="quickstart")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--node", "names", multiple=True, metavar="NAME", help="Check only what this node "
+    "needs of this machine (`router`: the router); may be repeated. By default what the YAML's "
+    "`hosts` place here.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Leave out what measures: transports, tiers, clocks.")
-def doctor(config: str, as_json: bool, quick: bool) -> None:
+def doctor(config: str, names: tuple[str, ...], as_json: bool, quick: bool) -> None:
     """Check CONFIG against this machine; no engine is started. Exit status 2 when something must be
     changed.
     """
     report = _Report(config)
     try:
-        subject = _subject(config)
+        subject = _subject(config, names)
     except ConfigError as error:
         if not as_json:
             raise
@@ -56,14 +60,18 @@ def doctor(config: str, as_json: bool, quick: bool) -> None:
         raise click.exceptions.Exit(EXIT_REFUSED)
 
 
-def _subject(config: str) -> Subject:
+def _subject(config: str, names: tuple[str, ...]) -> Subject:
     loaded, contradictions = load_with_contradictions(config)
+    known = [ROUTER, *(node.name for node in nodes(loaded))]
+    if unknown := [name for name in names if name not in known]:
+        raise RefusedError(f"no node {unknown[0]!r} in {config}; known: {', '.join(known)}")
     files = ClusterFiles(loaded.name)
     return Subject(
         config=with_profile_path(with_cache_paths(loaded)),
         environ=os.environ,
         contradictions=tuple(contradictions),
         running=files.record() if files.is_running() else None,
+        here=frozenset(names) if names else members_here(loaded),
     )
 
 

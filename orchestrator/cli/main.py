@@ -19,6 +19,7 @@ from splitserve.orchestrator.cli.profile import profile
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
 from splitserve.orchestrator.cli.simulate import simulate_command
+from splitserve.orchestrator.cli.single import cache_server, node, router_command
 from splitserve.orchestrator.cli.top import top
 from splitserve.orchestrator.cli.trace import trace
 from splitserve.orchestrator.cli.tune import tune_command
@@ -41,6 +42,8 @@ def version() -> None:
 
 
 for command in (up, status, top, trace, down, drain, restart, flip, cache):
+    main.add_command(command)
+for command in (node, router_command, cache_server):
     main.add_command(command)
 for command in (bench, profile, record, simulate_command, tune_command):
     main.add_command(command)

@@ -11,6 +11,7 @@ import orjson
 from splitserve.orchestrator.tuner.probing import Answer, BusyError, ProbeError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
     from types import TracebackType
 
@@ -26,8 +27,19 @@ EVENT = b"data: {"
 class ProbeClient:
     """The router as ``probing.Cluster``; use it as a context manager."""
 
-    def __init__(self, url: str, token: str, watch: LiveWatch, *, answer_limit_s: float) -> None:
-        """``answer_limit_s``: a probe that takes longer ends the measuring."""
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        watch: LiveWatch,
+        *,
+        answer_limit_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``answer_limit_s``: a probe that takes longer ends the measuring. ``tls`` is how an
+        ``https`` router is verified.
+        """
+        self._tls = tls
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"}
         self._watch = watch
@@ -36,7 +48,7 @@ class ProbeClient:
 
     async def __aenter__(self) -> ProbeClient:
         """Connections are opened as they are needed."""
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
         timeout = aiohttp.ClientTimeout(total=self._answer_limit_s)
         self._session = aiohttp.ClientSession(
             headers=self._headers,

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED
 from splitserve.orchestrator.cli.probe_client import ProbeClient
+from splitserve.orchestrator.cli.router_tls import router_tls
 from splitserve.orchestrator.cli.running_nodes import RunningNodes, name_of
 from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.tuner.live_watch import LiveWatch
@@ -119,6 +120,7 @@ class _Run:
         self, running: RunningNodes, watch: LiveWatch, *, budget_s: float, longest_s: float
     ) -> None:
         self._url = running.record.url
+        self._tls = router_tls(running.record)
         self._token = running.files.token_path.read_text()
         self._watch = watch
         self._budget_s = budget_s
@@ -128,7 +130,7 @@ class _Run:
         """The profile, and what it was fitted to. Raises ``ProbeError``."""
         limit_s = max(ANSWER_LEAST_S, ANSWER_FACTOR * self._longest_s)
         async with ProbeClient(
-            self._url, self._token, self._watch, answer_limit_s=limit_s
+            self._url, self._token, self._watch, answer_limit_s=limit_s, tls=self._tls
         ) as client:
             nodes: dict[str, dict[str, Any]] = (await client.status())["nodes"]
             prefill_nodes, decode_nodes = nodes_to_measure(nodes)

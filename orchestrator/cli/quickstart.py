@@ -5,25 +5,27 @@ time went, everything down again.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
 
 from splitserve.orchestrator.cli.model import prepare_command
+from splitserve.orchestrator.cli.router_tls import connection_to
 from splitserve.orchestrator.cli.running import run_cluster
 from splitserve.orchestrator.config import load, tenants_by_key
+from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.plan import plan
 from splitserve.orchestrator.models.catalog import PREPARED_MODELS
 from splitserve.orchestrator.models.resolve import is_prepared
 
 if TYPE_CHECKING:
+    import http.client
+    import ssl
     from collections.abc import Iterator
 
 QUESTION = "Explain in two sentences why the sky is blue."
@@ -59,16 +61,19 @@ def quickstart(ctx: click.Context, config: str, prompt: str) -> None:
     prepared = plan(config, os.environ)
     keys = list(tenants_by_key(prepared.config, os.environ))
     console = Console()
+    tls = client_context(prepared.config.security.tls)
 
     async def ask(url: str) -> None:
         model = prepared.config.model.name
-        await asyncio.to_thread(_chat, url, model, prompt, keys[0] if keys else None)
+        await asyncio.to_thread(_chat, url, tls, model, prompt, keys[0] if keys else None)
 
     asyncio.run(run_cluster(prepared, console, ask))
     click.echo(f"everything has been stopped; `splitserve up {config}` keeps it serving")
 
 
-def _chat(url: str, model: str, prompt: str, api_key: str | None) -> None:
+def _chat(
+    url: str, tls: ssl.SSLContext | None, model: str, prompt: str, api_key: str | None
+) -> None:
     """One streamed chat, printed as it comes, and its times."""
     click.echo(f"\n> {prompt}\n")
     body = {
@@ -81,9 +86,7 @@ def _chat(url: str, model: str, prompt: str, api_key: str | None) -> None:
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_HTTP_TIMEOUT_S)
+    connection = connection_to(url, tls, _HTTP_TIMEOUT_S)
     try:
         began = time.monotonic()
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)

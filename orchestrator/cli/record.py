@@ -12,6 +12,7 @@ import aiohttp
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
+from splitserve.orchestrator.cli.router_tls import router_tls
 from splitserve.orchestrator.cli.running_nodes import name_of
 from splitserve.orchestrator.cli.up import chosen_cluster, not_running
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
@@ -131,9 +132,12 @@ class Recording:
             loop.add_signal_handler(number, self._stop.set)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
         failure = ""
+        tls = router_tls(self._record)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             try:
-                async with session.get(self._url(), headers=self._headers()) as response:
+                async with session.get(
+                    self._url(), headers=self._headers(), ssl=tls if tls is not None else True
+                ) as response:
                     if response.status != 200:
                         text = (await response.text())[:500]
                         raise RecordingError(f"the router answers {response.status}: {text}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
+from splitserve.orchestrator.cli.router_tls import connection_to, router_tls
+from splitserve.orchestrator.config.tls import tls_reason
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
@@ -32,6 +34,7 @@ class RouterClient:
         """``keep_alive``: one connection serves all questions until ``close``."""
         self._files = files
         self._url = record.url
+        self._tls = router_tls(record)
         self._keep_alive = keep_alive
         self._connection: http.client.HTTPConnection | None = None
 
@@ -122,9 +125,7 @@ class RouterClient:
                 return self._exchange(kept, method, path, body)
             except RouterSilentError:
                 pass  # The router may have closed it since; a new connection will tell
-        parts = urlsplit(self._url)
-        assert parts.hostname is not None
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        connection = connection_to(self._url, self._tls, timeout_s)
         return self._exchange(connection, method, path, body)
 
     def _exchange(
@@ -142,7 +143,7 @@ class RouterClient:
                 self._connection = connection
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RouterSilentError(
-                f"the router on {self._url} does not answer: {error}"
+                f"the router on {self._url} does not answer: {tls_reason(error)}"
             ) from error
         finally:
             if self._connection is not connection:

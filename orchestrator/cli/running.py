@@ -16,7 +16,7 @@ from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
 from splitserve.orchestrator.config import dump_resolved, nodes
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
+from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord, tls_files
 from splitserve.orchestrator.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class _Run:
             phase="starting",
             started=time.time(),
             log_dir=str(plan.config.observability.log_dir),
+            tls=tls_files(plan.config.security.tls),
         )
 
     async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:

@@ -10,6 +10,7 @@ import psutil
 
 from splitserve.orchestrator.agent.status_file import read_status
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.far_nodes import seen_by_router
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.cli.up import chosen_cluster, not_running
 from splitserve.orchestrator.config import load, load_resolved
@@ -57,7 +58,9 @@ class RunningNodes:
                 raise RefusedError(f"{self.record.name} has no node {name!r}; known: {known}")
 
     def status(self, node: str) -> Any:
-        """What the node's agent wrote last."""
+        """What the node's agent wrote last; of one on another machine what the router knows."""
+        if self.record.launcher == "none":
+            return seen_by_router(self.ask(lambda router: router.status()), node)
         return read_status(self.files.run_dir, node)
 
     def phase(self, node: str) -> str:

@@ -23,6 +23,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
+from splitserve.orchestrator.cli.far_nodes import seen_by_router
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.cli.running import run_cluster
 from splitserve.orchestrator.config.flips import flip_obstacle
@@ -80,6 +81,9 @@ def down(name: str | None) -> None:
         os.kill(record.pid, signal.SIGKILL)
         _wait_until_stopped(files, _DOWN_MARGIN_S)
     sweep(record.run)
+    if record.launcher == "none":
+        click.echo(f"the router of {files.name} has been stopped; its nodes run on, each by itself")
+        return
     files.remove_record()
     click.echo(f"{files.name} has been stopped")
 
@@ -185,8 +189,8 @@ def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
 
 def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     running = files.is_running() and psutil.pid_exists(record.pid)
-    nodes = [read_status(files.run_dir, name) for name in record.nodes] if running else []
     router = _router_status(files, record) if running else {}
+    nodes = [_node_status(files, record, router, name) for name in record.nodes if running]
     return {
         "name": record.name,
         "running": running,
@@ -205,6 +209,14 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
             if node is not None
         ],
     }
+
+
+def _node_status(
+    files: ClusterFiles, record: ClusterRecord, router: dict[str, Any], name: str
+) -> NodeStatus | None:
+    if record.launcher == "none":
+        return seen_by_router(router, name)
+    return read_status(files.run_dir, name)
 
 
 def _router_status(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:

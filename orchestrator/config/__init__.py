@@ -9,9 +9,12 @@ from splitserve.orchestrator.config.autotune_schema import AutotuneConfig
 from splitserve.orchestrator.config.cache_schema import CacheConfig, QuotaConfig, TierConfig
 from splitserve.orchestrator.config.credentials import (
     SECRET_ENV,
+    SECRET_FILE_ENV,
     cache_secret,
     cluster_secret,
     secret_for,
+    secret_variables,
+    shared_secret,
     tenant_tag,
     tenants_by_key,
 )
@@ -37,11 +40,13 @@ from splitserve.orchestrator.config.schema import (
     RouterConfig,
     SecurityConfig,
     SupervisionConfig,
+    TlsConfig,
     TransferConfig,
 )
 
 __all__ = [
     "SECRET_ENV",
+    "SECRET_FILE_ENV",
     "ApiKeyConfig",
     "AutotuneConfig",
     "CacheConfig",
@@ -59,6 +64,7 @@ __all__ = [
     "SecurityConfig",
     "SupervisionConfig",
     "TierConfig",
+    "TlsConfig",
     "TransferConfig",
     "builtin_names",
     "cache_secret",
@@ -72,6 +78,8 @@ __all__ = [
     "parse",
     "router_url",
     "secret_for",
+    "secret_variables",
+    "shared_secret",
     "tenant_tag",
     "tenants_by_key",
 ]

@@ -51,8 +51,11 @@ OWNED_ENGINE_ARGS = {
     "speculative_config": "speculative decoding cannot be combined with a split yet",
     "otlp_traces_endpoint": "set `observability.tracing.otlp_endpoint`",
     "uds": "the router reaches engines over TCP",
-    "ssl_keyfile": "the engines listen on loopback; put TLS in front of the router",
-    "ssl_certfile": "the engines listen on loopback; put TLS in front of the router",
+    "ssl_keyfile": "set `security.tls.key_file`",
+    "ssl_certfile": "set `security.tls.cert_file`",
+    "ssl_ca_certs": "set `security.tls.client_ca_file`",
+    "ssl_cert_reqs": "set `security.tls.client_ca_file`",
+    "enable_ssl_refresh": "the engines read `security.tls.cert_file` again when it changes",
 }
 """Flags that splitserve sets itself, and what to write instead."""
 SECRET_FLAG = re.compile(r"(^|(?<!_per_prompt)_)(token|secret|password|credentials?|api_key)$")
@@ -159,6 +162,7 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
                     f"tensor_parallel_size {ranks}; "
                     f"give a multiple of {ranks}"
                 )
+    problems += _host_problems(pool, settings)
     if settings.gpus is not None and not config.experimental_cuda:
         problems.append(
             f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
@@ -198,18 +202,42 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
     return problems
 
 
+def _host_problems(pool: str, settings: PoolConfig) -> list[str]:
+    if settings.hosts is None:
+        return []
+    problems = []
+    if len(settings.hosts) != settings.replicas:
+        problems.append(
+            f"{pool}.hosts: {len(settings.hosts)} hosts for {settings.replicas} replicas; give one "
+            "per replica"
+        )
+    plain = type(settings)()
+    for key, given, default in (
+        ("host", settings.host, plain.host),
+        ("advertise_host", settings.advertise_host, plain.advertise_host),
+        ("transfer.host", settings.transfer.host, plain.transfer.host),
+    ):
+        if given != default:
+            problems.append(
+                f"{pool}.{key}: {pool}.hosts says where each node listens and is found; leave one "
+                "of them out"
+            )
+    return problems
+
+
 def shared_devices(config: ClusterConfig, key: str) -> list[str]:
     """CPUs or GPUs that two nodes name; ``key`` is ``cpus`` or ``gpus``."""
-    owners: dict[int, list[str]] = {}
+    owners: dict[tuple[str, int], list[str]] = {}
     for node in nodes(config):
+        host = node.host if node.settings.hosts else ""
         for number in getattr(node, key) or ():
-            owners.setdefault(number, []).append(node.name)
+            owners.setdefault((host, number), []).append(node.name)
     return [
         f"{key[:-1].upper()} {number} is given to {' and '.join(names)}: they would slow each "
         "other; "
         f"give each node its own in prefill.{key} and decode.{key}"
         " (or set allow_shared_devices: true)"
-        for number, names in sorted(owners.items())
+        for (_, number), names in sorted(owners.items())
         if len(set(names)) > 1
     ]
 
@@ -237,9 +265,7 @@ def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
     """(port, host, who uses it) for every port that is not 0."""
     uses = [(config.router.port, config.router.host, "router.port")]
     for node in nodes(config):
-        uses.append(
-            (node.http_port, node.settings.host, f"{node.name} HTTP ({node.pool}.port_base)")
-        )
+        uses.append((node.http_port, node.host, f"{node.name} HTTP ({node.pool}.port_base)"))
         uses.append(
             (node.endpoint_port, "127.0.0.1", f"{node.name} endpoint ({node.pool}.port_base)")
         )
@@ -249,5 +275,5 @@ def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
                 (node.data_port_base, f"data ({node.pool}.transfer.data_port_base)"),
             ):
                 port = base + rank if base else 0
-                uses.append((port, node.settings.transfer.host, f"{node.name} {use}"))
+                uses.append((port, node.transfer_host, f"{node.name} {use}"))
     return [use for use in uses if use[0]]

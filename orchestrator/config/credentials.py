@@ -1,9 +1,11 @@
-"""Where the cluster's secrets come from. They are read here, passed on by environment only, and
-never printed.
+"""Where the cluster's secrets come from. They are read here and never printed, and no command line
+holds one.
 
-``SPLITSERVE_SECRET`` (hex) carries the cluster secret to every process that ``up`` starts. Clients'
-API keys are read by the router itself: from key files, or from the variables that ``key_env``
-names, which it inherits from ``up``.
+``SPLITSERVE_SECRET`` holds the cluster secret in hexadecimal, ``SPLITSERVE_SECRET_FILE`` names a
+file with it; either goes before ``security.secret_file``. ``up`` and agents hand it on in a file
+that only its owner can read, so that it is in no engine's environment. Clients' API keys are read
+by the router itself: from key files, or from the variables that ``key_env`` names, which no engine
+inherits.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
 from splitserve.kv_transfer.channel import SECRET_ENV as SECRET_ENV
-from splitserve.kv_transfer.channel import mac, parse_secret
+from splitserve.kv_transfer.channel import SECRET_FILE_ENV as SECRET_FILE_ENV
+from splitserve.kv_transfer.channel import mac, parse_secret, secret_in
 from splitserve.orchestrator.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from splitserve.orchestrator.config.schema import ApiKeyConfig, ClusterConfig
@@ -31,22 +36,54 @@ def new_secret() -> bytes:
 
 
 def cluster_secret(environ: Mapping[str, str]) -> bytes:
-    """The secret that ``up`` handed to this process; raises ``ConfigError`` when there is none or
-    it is no hex.
+    """The secret that this process was given; raises ``ConfigError`` when there is none or it is
+    malformed.
     """
-    text = environ.get(SECRET_ENV, "")
-    if not text:
+    found = _given_secret(environ)
+    if found is None:
         raise ConfigError(
-            [f"{SECRET_ENV}: not set; it is set by `splitserve up` for every process it starts"]
+            [
+                f"{SECRET_ENV}: not set, nor {SECRET_FILE_ENV}; `splitserve up` gives every process"
+                " it starts the secret"
+            ]
         )
-    return _decoded(text, SECRET_ENV)
+    return found
 
 
-def secret_for(config: ClusterConfig) -> bytes:
-    """The secret of ``security.secret_file``, or a new one when the YAML names no file."""
-    if config.security.secret_file is None:
-        return new_secret()
-    return _secret_in(config.security.secret_file, "security.secret_file")
+def secret_for(config: ClusterConfig, environ: Mapping[str, str]) -> bytes:
+    """The secret that the environment or ``security.secret_file`` gives, or else a new one."""
+    given = _configured_secret(config, environ)
+    return given if given is not None else new_secret()
+
+
+def shared_secret(config: ClusterConfig, environ: Mapping[str, str]) -> bytes:
+    """The same, for a process whose peers are started by somebody else: there has to be one."""
+    given = _configured_secret(config, environ)
+    if given is None:
+        raise ConfigError(
+            [
+                "security.secret_file: not set, nor the variables "
+                f"{SECRET_ENV} or {SECRET_FILE_ENV}; make a secret with `openssl rand -hex 32` and"
+                " give every host the same one"
+            ]
+        )
+    return given
+
+
+def _configured_secret(config: ClusterConfig, environ: Mapping[str, str]) -> bytes | None:
+    given = _given_secret(environ)
+    if given is None and config.security.secret_file is not None:
+        return _secret_in(config.security.secret_file, "security.secret_file")
+    return given
+
+
+def _given_secret(environ: Mapping[str, str]) -> bytes | None:
+    if not environ.get(SECRET_ENV) and (file := environ.get(SECRET_FILE_ENV)):
+        return _secret_in(file, SECRET_FILE_ENV)
+    try:
+        return secret_in(environ)
+    except ValueError as error:
+        raise ConfigError([f"{error}; make one with `openssl rand -hex 32`"]) from None
 
 
 def cache_secret(config: ClusterConfig, secret: bytes) -> bytes:
@@ -56,6 +93,12 @@ def cache_secret(config: ClusterConfig, secret: bytes) -> bytes:
     if config.cache is None or config.cache.secret_file is None:
         return mac(secret, "cache encryption")
     return _secret_in(config.cache.secret_file, "cache.secret_file")
+
+
+def secret_variables(config: ClusterConfig) -> frozenset[str]:
+    """Names of the variables that no engine may inherit."""
+    keys = {entry.key_env for entry in config.security.api_keys if entry.key_env is not None}
+    return frozenset({SECRET_ENV, CACHE_SECRET_ENV, *keys})
 
 
 def tenant_tag(secret: bytes, tenant: str) -> str:
@@ -68,9 +111,17 @@ def tenant_tag(secret: bytes, tenant: str) -> str:
 def _secret_in(file: str, where: str) -> bytes:
     path = Path(file).expanduser()
     text = _read(path, where, "make one with `openssl rand -hex 32`")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if _is_open(path.stat()):
         raise ConfigError([f"{where}: {path} can be read by others; run `chmod 600 {path}`"])
     return _decoded(text, f"{where}: {path}")
+
+
+def _is_open(found: os.stat_result) -> bool:
+    """Whether more people can read a file than its owner. An administrator may give it to a group:
+    Kubernetes mounts secrets for those without root that way.
+    """
+    group = stat.S_IRWXG if found.st_uid != 0 or found.st_gid == 0 else stat.S_IWGRP
+    return bool(found.st_mode & (group | stat.S_IRWXO))
 
 
 def tenants_by_key(config: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:

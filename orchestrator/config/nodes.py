@@ -31,19 +31,27 @@ class NodeConfig:
     """Loopback port of the connector's endpoint, for the agent."""
     control_port_base: int
     """Rank r of the engine listens on ``control_port_base + r``."""
-    data_port_base: int = 0
+    data_port_base: int
     """Rank r receives pages on ``data_port_base + r``; 0: on any port."""
+    host: str
+    """Where its HTTP server listens."""
+    transfer_host: str
+    """Where its ranks listen for each other and for pages."""
+    advertise_host: str
+    """Where the router and other engines find both; empty: where they listen."""
+    scheme: str
+    """``https`` with ``security.tls``, else ``http``."""
 
     @property
     def engine_url(self) -> str:
         """Base URL of the engine's HTTP server, for its agent."""
-        return f"http://{bracketed(self.settings.host)}:{self.http_port}"
+        return f"{self.scheme}://{bracketed(reachable(self.host))}:{self.http_port}"
 
     @property
     def advertised_url(self) -> str:
         """The same, for the router."""
-        host = self.settings.advertise_host or self.settings.host
-        return f"http://{bracketed(host)}:{self.http_port}"
+        host = self.advertise_host or reachable(self.host)
+        return f"{self.scheme}://{bracketed(host)}:{self.http_port}"
 
     @property
     def endpoint_address(self) -> str:
@@ -54,7 +62,7 @@ class NodeConfig:
     def control_addresses(self) -> tuple[str, ...]:
         """ZeroMQ addresses by which peers reach the engine's ranks, in rank order."""
         ranks = range(self.settings.engine_args.tensor_parallel_size)
-        host = bracketed(self.settings.advertise_host or self.settings.transfer.host)
+        host = bracketed(self.advertise_host or self.transfer_host)
         return tuple(f"tcp://{host}:{self.control_port_base + rank}" for rank in ranks)
 
 
@@ -62,14 +70,23 @@ def nodes(config: ClusterConfig) -> list[NodeConfig]:
     """Every node, prefill first. Ports are 0 where the configuration has not been given its ports
     yet (``launch.ports``).
     """
-    return [node for pool in POOLS for node in _nodes_of(pool, config.pool(pool))]
+    return [node for pool in POOLS for node in _nodes_of(pool, config)]
 
 
 def router_url(config: ClusterConfig) -> str:
-    """Where a process of this machine reaches the router."""
-    host = config.router.host
-    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    return f"http://{bracketed(host)}:{config.router.port}"
+    """Where agents and operators reach the router."""
+    host = config.router.advertise_host or reachable(config.router.host)
+    return f"{scheme_of(config)}://{bracketed(host)}:{config.router.port}"
+
+
+def scheme_of(config: ClusterConfig) -> str:
+    """What the router and the engines speak: ``http`` or ``https``."""
+    return "https" if config.security.tls is not None else "http"
+
+
+def reachable(host: str) -> str:
+    """Where a process of the same machine reaches a listener on ``host``."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def bracketed(host: str) -> str:
@@ -85,10 +102,12 @@ def node(config: ClusterConfig, name: str) -> NodeConfig:
     return known[name]
 
 
-def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
+def _nodes_of(pool: str, config: ClusterConfig) -> list[NodeConfig]:
+    settings = config.pool(pool)
     ranks = settings.engine_args.tensor_parallel_size
     base, control = settings.port_base, settings.transfer.port_base
     data = settings.transfer.data_port_base
+    hosts = settings.hosts
     return [
         NodeConfig(
             name=f"{pool}-{index}",
@@ -101,8 +120,12 @@ def _nodes_of(pool: str, settings: PoolConfig) -> list[NodeConfig]:
             endpoint_port=base + 2 * index + 1 if base else 0,
             control_port_base=control + index * ranks if control else 0,
             data_port_base=data + index * ranks if data else 0,
+            host=hosts[index] if hosts else settings.host,
+            transfer_host=hosts[index] if hosts else settings.transfer.host,
+            advertise_host="" if hosts else settings.advertise_host,
+            scheme=scheme_of(config),
         )
-        for index in range(settings.replicas)
+        for index in range(len(hosts[: settings.replicas]) if hosts else settings.replicas)
     ]
 
 

@@ -54,6 +54,11 @@ class RouterConfig(Section):
     `security.api_keys` then.
     """
 
+    advertise_host: str = ""
+    """Address or name by which agents and operators reach the router, when it is not the one it
+    listens on: `0.0.0.0`, a Kubernetes service, NAT. Empty: the address it listens on.
+    """
+
     port: Port = 8000
     """TCP port of the OpenAI API; 0 takes a free one at start."""
 
@@ -233,6 +238,13 @@ class PoolConfig(Section):
     names with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL are hidden in output.
     """
 
+    hosts: list[Host] | None = None
+    """Address or name of each node's machine, one per replica: the node listens there (HTTP,
+    control channel, pages) and is reached there. For a cluster on several machines, whose nodes are
+    started one by one with `splitserve node`; takes the place of `host`, `transfer.host` and
+    `advertise_host`.
+    """
+
     host: Host = "127.0.0.1"
     """Address on which the engines' HTTP servers listen; the router must reach it."""
 
@@ -343,6 +355,31 @@ class ApiKeyConfig(Section):
         return self
 
 
+class TlsConfig(Section):
+    """Certificates as PEM files. With this section the router and the engines speak HTTPS, agents
+    wss, and each process verifies whom it connects to. Paths are the same on every machine, what is
+    in `cert_file` and `key_file` need not be.
+    """
+
+    cert_file: str = Field(min_length=1)
+    """Certificate of this machine's router and engines, with the intermediate ones after it. It
+    names the addresses by which they are reached (subjectAltName). Read again when it changes.
+    """
+
+    key_file: str = Field(min_length=1)
+    """Its private key, readable by its owner only, without a pass phrase."""
+
+    ca_file: str = Field(min_length=1)
+    """Certificates of the CAs by which agents, the router and `splitserve`'s commands verify each
+    other.
+    """
+
+    client_ca_file: str | None = None
+    """Certificates of the CAs whose certificates the router and the engines ask their clients for;
+    agents, the router and commands show `cert_file`. Without it clients need none.
+    """
+
+
 class SecurityConfig(Section):
     """Secrets and keys. Nothing here holds a secret itself, only where it is."""
 
@@ -350,6 +387,9 @@ class SecurityConfig(Section):
     """File with the cluster secret (at least 32 hex digits, readable by its owner only); without it
     each `up` makes a new one.
     """
+
+    tls: TlsConfig | None = None
+    """Certificates for HTTPS; without this section HTTP is not encrypted."""
 
     api_keys: list[ApiKeyConfig] = Field(default=[])
     """Keys that clients must send as `Authorization: Bearer KEY`; none means that every client on

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import import_module
+from ssl import CERT_REQUIRED
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from splitserve.kv_transfer.cache.settings import CacheClientConfig
-from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.kv_transfer.channel import SECRET_FILE_ENV
 from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.checks import is_loopback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig, NodeConfig
 
 API_KEY_ENV = "VLLM_API_KEY"
@@ -67,9 +70,9 @@ def expected_fingerprint(config: ClusterConfig, pool: str) -> dict[str, str]:
     return expected
 
 
-def secret_environment(secret: bytes, api_key: str) -> dict[str, str]:
-    """The variables that must never be printed."""
-    return {SECRET_ENV: secret.hex(), API_KEY_ENV: api_key}
+def secret_environment(secret_path: Path, api_key: str) -> dict[str, str]:
+    """Where the engine finds the cluster secret, and its key, which must never be printed."""
+    return {SECRET_FILE_ENV: str(secret_path), API_KEY_ENV: api_key}
 
 
 def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str) -> dict[str, Any]:
@@ -87,9 +90,9 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
     ]
     settings: dict[str, Any] = {
         "transport": transfer.transport,
-        "control_host": transfer.host,
+        "control_host": node.transfer_host,
         "control_port_base": node.control_port_base,
-        "advertise_host": node.settings.advertise_host,
+        "advertise_host": node.advertise_host,
         "data_port_base": node.data_port_base,
         "endpoint_port": node.endpoint_port,
         "incarnation": incarnation,
@@ -125,7 +128,8 @@ def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> lis
     """Flags that every engine understands."""
     settings, args = node.settings, node.settings.engine_args
     argv = ["--model", model, "--served-model-name", config.model.name]
-    argv += ["--host", settings.host, "--port", str(node.http_port)]
+    argv += ["--host", node.host, "--port", str(node.http_port)]
+    argv += _tls_arguments(config)
     argv += ["--block-size", str(args.block_size)]
     argv += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
@@ -135,6 +139,16 @@ def common_arguments(config: ClusterConfig, node: NodeConfig, model: str) -> lis
         ("--max-num-batched-tokens", args.max_num_batched_tokens),
     ):
         argv += [flag, str(value)] if value is not None else []
+    return argv
+
+
+def _tls_arguments(config: ClusterConfig) -> list[str]:
+    tls = config.security.tls
+    if tls is None:
+        return []
+    argv = ["--ssl-certfile", tls.cert_file, "--ssl-keyfile", tls.key_file, "--enable-ssl-refresh"]
+    if tls.client_ca_file is not None:
+        argv += ["--ssl-ca-certs", tls.client_ca_file, "--ssl-cert-reqs", str(int(CERT_REQUIRED))]
     return argv
 
 
@@ -172,6 +186,6 @@ def network_environment(node: NodeConfig) -> dict[str, str]:
         "TP_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    if is_loopback(node.settings.transfer.host):
+    if is_loopback(node.transfer_host):
         env["UCX_NET_DEVICES"] = "lo"
     return env

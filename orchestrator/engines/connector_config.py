@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from splitserve.kv_transfer.cache.settings import CacheClientConfig
-from splitserve.kv_transfer.channel import SECRET_ENV, parse_secret, tcp_address
+from splitserve.kv_transfer.channel import SECRET_ENV, SECRET_FILE_ENV, secret_in, tcp_address
 from splitserve.kv_transfer.settings import MIB, TransferSettings
 
 
@@ -85,12 +85,13 @@ def cluster_secret() -> bytes:
     """The cluster secret from the environment. Raises ``ValueError`` when it is missing or
     malformed.
     """
-    text = os.environ.get(SECRET_ENV)
-    if not text:
+    found = secret_in(os.environ)
+    if found is None:
         raise ValueError(
-            f"the engine needs the cluster secret in the environment variable {SECRET_ENV}"
+            "the engine needs the cluster secret in the file that the environment variable "
+            f"{SECRET_FILE_ENV} names, or in {SECRET_ENV}"
         )
-    return parse_secret(text)
+    return found
 
 
 def connector_config(extra_config: dict[str, Any]) -> ConnectorConfig:

@@ -46,6 +46,11 @@ def find_version(distribution: str) -> str | None:
         return None
 
 
+def own_version() -> str:
+    """Of splitserve; empty where it is not installed as a package."""
+    return find_version("splitserve") or ""
+
+
 def check_versions(
     needed: Iterable[Software] = ("vllm", "nixl"),
     find: Callable[[str], str | None] = find_version,

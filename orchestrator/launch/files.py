@@ -14,13 +14,25 @@ import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.config import TlsConfig
 
 
 class RunningClusterError(Exception):
     """A cluster of that name runs already."""
+
+
+class TlsFiles(msgspec.Struct, kw_only=True, frozen=True):
+    """Paths of ``security.tls``."""
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+    client_ca_file: str | None = None
 
 
 class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
@@ -40,6 +52,12 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     started: float
     """Unix time."""
     log_dir: str
+    launcher: str = "local"
+    """``local``: an ``up`` that holds every process; ``none``: the router alone, whose nodes are
+    started by somebody else.
+    """
+    tls: TlsFiles | None = None
+    """How its router is verified; None where it speaks plain HTTP."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,11 @@ class ClusterFiles:
     def token_path(self) -> Path:
         """The operators' token of the run."""
         return self.run_dir / "operator.token"
+
+    @property
+    def secret_path(self) -> Path:
+        """The cluster secret of the run."""
+        return self.run_dir / "cluster.secret"
 
     @property
     def profile_path(self) -> Path:
@@ -135,7 +158,8 @@ class ClusterFiles:
 
     def remove_record(self) -> None:
         """The cluster has been stopped."""
-        self.token_path.unlink(missing_ok=True)
+        for path in (self.token_path, *self.run_dir.glob("*.secret")):
+            path.unlink(missing_ok=True)
         self.record_path.unlink(missing_ok=True)
 
     def begin_run(self, resolved: str, operator_token: str) -> None:
@@ -143,7 +167,7 @@ class ClusterFiles:
         operators' token written.
         """
         self._make_folders()
-        for pattern in ("*.status.json", "*.incarnation", "*.start", "cache.json"):
+        for pattern in ("*.status.json", "*.incarnation", "*.start", "*.secret", "cache.json"):
             for old in self.run_dir.glob(pattern):
                 old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())
@@ -169,6 +193,11 @@ class ClusterFiles:
         for folder in (state_home(), self.run_dir):
             with contextlib.suppress(PermissionError):
                 folder.chmod(0o700)
+
+
+def tls_files(tls: TlsConfig | None) -> TlsFiles | None:
+    """What the record of a running cluster says of its certificates."""
+    return TlsFiles(**tls.model_dump()) if tls is not None else None
 
 
 def state_home() -> Path:

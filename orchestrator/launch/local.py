@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
 from splitserve.kv_transfer.cache.socket_path import is_listening
-from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.kv_transfer.channel import SECRET_FILE_ENV
 from splitserve.orchestrator.agent.agent import EXIT_ENGINE_FAILED, EXIT_STOPPED
 from splitserve.orchestrator.agent.processes import (
     NODE_MARKER_ENV,
@@ -28,8 +28,15 @@ from splitserve.orchestrator.agent.processes import (
 )
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import last_role, read_status, status_path
-from splitserve.orchestrator.config import cache_secret, nodes, router_url
+from splitserve.orchestrator.config import (
+    SECRET_ENV,
+    cache_secret,
+    nodes,
+    router_url,
+    secret_variables,
+)
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
 from splitserve.orchestrator.launch.cache_settings import cache_settings
 from splitserve.orchestrator.launch.child_logs import shortened, tail
@@ -74,6 +81,7 @@ class LocalLauncher:
         self.files = files
         self.run = run
         self.url = router_url(config)
+        self._tls = client_context(config.security.tls)
         self._model = model
         self._secret = secret
         self._say = say
@@ -92,6 +100,7 @@ class LocalLauncher:
         """See ``Launcher``."""
         become_subreaper()
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(self.files.secret_path, self._secret.hex().encode())
         if self.config.cache is not None:
             settings = cache_settings(self.config.cache, self._secret)
             write_private(self.files.cache_settings_path, msgspec.json.encode(settings))
@@ -157,7 +166,7 @@ class LocalLauncher:
         argv = [sys.executable, "-m", CACHE_PROGRAM, str(self.files.cache_settings_path)]
         child = self._child(CACHE, "the cache server", argv, self._log_dir / "cache.log")
         child.final_exits = frozenset({CACHE_EXIT_REFUSED})
-        del child.env[SECRET_ENV]
+        del child.env[SECRET_FILE_ENV]
         if cache.encrypt:
             child.env[CACHE_SECRET_ENV] = cache_secret(self.config, self._secret).hex()
         return child
@@ -178,9 +187,10 @@ class LocalLauncher:
         return child
 
     def _child(self, name: str, title: str, argv: list[str], log_path: Path) -> Child:
+        unknown = secret_variables(self.config) if name != ROUTER else {SECRET_ENV}
         env = {
-            **os.environ,
-            SECRET_ENV: self._secret.hex(),
+            **{key: value for key, value in os.environ.items() if key not in unknown},
+            SECRET_FILE_ENV: str(self.files.secret_path),
             RUN_MARKER_ENV: self.run,
             NODE_MARKER_ENV: name,
         }
@@ -209,10 +219,11 @@ class LocalLauncher:
         if self._router.state != "running":
             return self._router.state
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+        tls = self._tls if self._tls is not None else True
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.url}/health") as response,
+                session.get(f"{self.url}/health", ssl=tls) as response,
             ):
                 return "ready" if response.status == 200 else "waits for nodes"
         except (aiohttp.ClientError, OSError, TimeoutError):

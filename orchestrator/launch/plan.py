@@ -51,7 +51,7 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     except ConfigError as error:
         raise ConfigError(error.problems, source) from error
     config = with_log_dir(with_ports(config))
-    return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config))
+    return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config, environ))
 
 
 def shown_config(config: ClusterConfig) -> str:

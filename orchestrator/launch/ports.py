@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config import ConfigError
@@ -12,7 +13,7 @@ from splitserve.orchestrator.config import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from splitserve.orchestrator.config import ClusterConfig, PoolConfig
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig, PoolConfig
 
 FREE_RANGE = range(20_000, 32_000)
 """Where free ports are looked for: below the range from which Linux takes ports for outgoing
@@ -22,14 +23,16 @@ _TRIES = 200
 
 
 def is_free(port: int, host: str) -> bool:
-    """Whether a listener can be opened on ``host:port`` now. Raises ``OSError`` when the address
-    itself cannot be used.
+    """Whether a listener can be opened on ``host:port`` now, ``host`` being an address or a name.
+    Raises ``OSError`` when it cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    flags = socket.AI_PASSIVE | socket.AI_NUMERICSERV
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
@@ -49,6 +52,21 @@ def with_ports(config: ClusterConfig, rng: random.Random | None = None) -> Clust
     return config.model_copy(update={"router": router, **pools})
 
 
+def node_with_ports(node: NodeConfig) -> NodeConfig:
+    """The node with every open port filled in, for its machine: its peers learn them from the
+    router.
+    """
+    picker = _Picker(random.SystemRandom())
+    ranks = node.settings.engine_args.tensor_parallel_size
+    http, control = node.http_port, node.control_port_base
+    if not http:
+        http = picker.run_of(2, [node.host, "127.0.0.1"])
+    if not control:
+        control = picker.run_of(ranks, [node.transfer_host])
+    endpoint = node.endpoint_port or http + 1
+    return replace(node, http_port=http, endpoint_port=endpoint, control_port_base=control)
+
+
 def free_run(hosts: Iterable[str], length: int = 1) -> int:
     """First of ``length`` consecutive ports, of those that ``up`` gives, that are free on all
     ``hosts`` now.
@@ -59,11 +77,12 @@ def free_run(hosts: Iterable[str], length: int = 1) -> int:
 def _pool_with_ports(settings: PoolConfig, picker: _Picker) -> PoolConfig:
     transfer = settings.transfer
     if settings.port_base == 0:
-        base = picker.run_of(2 * settings.replicas, [settings.host, "127.0.0.1"])
+        hosts = settings.hosts or [settings.host]
+        base = picker.run_of(2 * settings.replicas, [*hosts, "127.0.0.1"])
         settings = settings.model_copy(update={"port_base": base})
     if transfer.port_base == 0:
         ranks = settings.engine_args.tensor_parallel_size
-        base = picker.run_of(settings.replicas * ranks, [transfer.host])
+        base = picker.run_of(settings.replicas * ranks, settings.hosts or [transfer.host])
         transfer = transfer.model_copy(update={"port_base": base})
     return settings.model_copy(update={"transfer": transfer})
 

@@ -40,8 +40,14 @@ def findings(subject: Subject, *, measures: bool = False) -> Iterator[tuple[Find
 
 
 def preflight(config: ClusterConfig, environ: Mapping[str, str] | None = None) -> None:
-    """Every quick check has passed; else raises ``ConfigError`` with all problems at once."""
-    subject = Subject(config, os.environ if environ is None else environ)
+    """Every quick check of a cluster on this machine has passed; else raises ``ConfigError`` with
+    all problems at once.
+    """
+    check(Subject(config, os.environ if environ is None else environ))
+
+
+def check(subject: Subject) -> None:
+    """The same, of what runs here."""
     problems = [problem for finding, _ in findings(subject) for problem in finding.failures]
     if problems:
         raise ConfigError(problems)

@@ -1,21 +1,18 @@
 """``python -m splitserve.orchestrator.router --config FILE``: the router of a resolved
-configuration.
+configuration. Started by ``splitserve up``; ``splitserve router`` does the same from a cluster
+YAML.
 
-The cluster secret comes by the environment variable ``SPLITSERVE_SECRET``. SIGTERM lets running
-requests finish for ``supervision.drain_timeout_s``, then ends them with an error. Exit status 0
-after a stop, 2 for a configuration that cannot be used, 3 when the port is taken.
+The cluster secret comes by environment. SIGTERM lets running requests finish for
+``supervision.drain_timeout_s``, then ends them with an error. Exit status 0 after a stop, 2 for a
+configuration that cannot be used, 3 when the port is taken.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import logging
 import os
 import sys
 from pathlib import Path
-
-import uvloop
 
 from splitserve.orchestrator.config import (
     ConfigError,
@@ -23,10 +20,7 @@ from splitserve.orchestrator.config import (
     load_resolved,
     tenants_by_key,
 )
-from splitserve.orchestrator.router.app import CannotListenError, run
-
-GC_THRESHOLD_OBJECTS = 20_000
-"""Objects between two looks for cycles among the young ones (Python's own value is 700)."""
+from splitserve.orchestrator.router.run import run
 
 
 def main() -> int:
@@ -41,21 +35,7 @@ def main() -> int:
     except (ConfigError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=config.observability.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    # What is loaded by now stays: the collector need not look at it again and again. A request
-    # makes some hundred objects and drops nearly all of them by itself.
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 50)
-    try:
-        uvloop.run(run(config, secret, keys))
-    except CannotListenError as error:
-        print(error, file=sys.stderr)
-        return 3
-    return 0
+    return run(config, secret, keys)
 
 
 if __name__ == "__main__":

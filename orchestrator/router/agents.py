@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from splitserve.kv_transfer.process_identity import boot_id
 from splitserve.orchestrator.agent import messages as msg
 from splitserve.orchestrator.agent.auth import is_agent_token
 from splitserve.orchestrator.core import events as ev
+from splitserve.orchestrator.engines.versions import own_version
 from splitserve.orchestrator.router.engine_client import EngineAddress
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.transfer_facts import TransferBook
@@ -37,6 +39,8 @@ OUTBOX_LIMIT_FRAMES = 4096
 FRAME_LIMIT_BYTES = 2**20
 HEARTBEAT_S = 5.0
 SEND_TIMEOUT_S = 5.0
+CLOCK_SKEW_LIMIT_S = 2.0
+"""Seconds by which a machine's clock may differ from the router's before it is told."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(msg.FromAgent).decode
@@ -82,10 +86,14 @@ class AgentConnection:
 class AgentHub:
     """All agents; performs the core's orders to nodes."""
 
-    def __init__(self, secret: bytes, incidents: Incidents) -> None:
+    def __init__(self, secret: bytes, incidents: Incidents, *, scheme: str = "http") -> None:
+        """``scheme`` is what the router and its engines speak."""
+        self._scheme = scheme
         self.driver: CoreDriver | None = None
         self.loading: dict[str, msg.LoadingProgress] = {}
         """What nodes that are not ready yet are doing, for people to read."""
+        self.refused: dict[str, str] = {}
+        """Why nodes were refused by what their agents said; the core refuses some itself."""
         self.last_death: dict[str, msg.EngineDied] = {}
         self.deaths: Counter[str] = Counter()
         """Of engines that nobody had asked to end, by node."""
@@ -199,11 +207,12 @@ class AgentHub:
         assert self.driver is not None
         match frame:
             case msg.AgentHello(description=description, role=role):
-                try:
-                    EngineAddress.of(description.engine_url)
-                except ValueError as error:
-                    connection.send(msg.RefuseNode(reason=str(error)))
+                self._compare_clocks(frame)
+                problem = self._version_problem(description) or self._address_problem(description)
+                if problem:
+                    self._refuse_hello(connection, description, problem)
                     return
+                self.refused.pop(description.node, None)
                 older = self._connections.get(description.node)
                 if older is not None and older is not connection:
                     older.description = None
@@ -227,6 +236,53 @@ class AgentHub:
                 self.deaths[node] += not frame.was_ordered
                 self._incidents.note("left" if frame.was_ordered else "died", node, cause)
                 self.driver.tell(ev.NodeDied(node, incarnation, cause, frame.owed_nothing))
+
+    def _refuse_hello(
+        self, connection: AgentConnection, description: msg.NodeDescription, problem: str
+    ) -> None:
+        """The node takes no part; what it says next is of one that nobody knows."""
+        if self.refused.get(description.node) != problem:
+            _log.error("node %s is refused: %s", description.node, problem)
+            self._incidents.note("refused", description.node, problem)
+        self.refused[description.node] = problem
+        self.loading.pop(description.node, None)
+        connection.send(msg.RefuseNode(reason=problem))
+
+    def _compare_clocks(self, hello: msg.AgentHello) -> None:
+        """Times of two machines are compared in logs, by the cache's stores and in certificates."""
+        ahead_s = hello.unix_s - time.time()
+        if not hello.unix_s or abs(ahead_s) <= CLOCK_SKEW_LIMIT_S:
+            return
+        node = hello.description
+        what = (
+            f"the clock of {node.host} is {abs(ahead_s):.1f} s "
+            f"{'ahead of' if ahead_s > 0 else 'behind'} the router's; run NTP (chrony) on both"
+        )
+        _log.warning("%s: %s", node.node, what)
+        self._incidents.note("clock_skew", node.node, what)
+
+    def _version_problem(self, description: msg.NodeDescription) -> str:
+        """Why the two would not understand each other."""
+        ours = own_version()
+        if not description.version or description.version == ours:
+            return ""
+        return (
+            f"{description.host} has splitserve {description.version}, the router has {ours}; "
+            f"install {ours} there and start the node again"
+        )
+
+    def _address_problem(self, description: msg.NodeDescription) -> str:
+        """Why the router could not use the engine's address."""
+        try:
+            address = EngineAddress.of(description.engine_url)
+        except ValueError as error:
+            return str(error)
+        if address.is_tls != (self._scheme == "https"):
+            return (
+                f"its engine on {description.host} serves {description.engine_url}, but the router "
+                f"speaks {self._scheme}; give both the same security.tls and start the node again"
+            )
+        return ""
 
     def _lost(self, connection: AgentConnection) -> None:
         description = connection.description

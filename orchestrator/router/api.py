@@ -42,6 +42,7 @@ from splitserve.orchestrator.router.request_log import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
 from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of
+from splitserve.orchestrator.router.strangers import Strangers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -109,6 +110,7 @@ class Api:
         self._recordings = recordings
         self._snapshot = snapshot
         self._incidents = incidents
+        self._strangers = Strangers(incidents)
         self._events = events
         self._scrapes = scrapes
         self._trace_ids = trace_ids
@@ -193,6 +195,7 @@ class Api:
                 authorization = value
         try:
             if is_for_agents and not is_agent_token(_text(authorization), self._driver.secret):
+                self._strangers.tell(headers)
                 raise ApiError(401, "agents prove that they know the cluster secret")
             if is_for_operators:
                 self._authenticate_operator(authorization)

@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING
 
 from aiohttp import web
 
-from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.config.nodes import POOLS, bracketed, scheme_of
+from splitserve.orchestrator.config.tls import ServerTls, client_context
 from splitserve.orchestrator.core.breaker import BreakerLimits
 from splitserve.orchestrator.core.events import CacheLost, RouterDraining, RouterStopping
 from splitserve.orchestrator.core.limits import CoreLimits
@@ -132,8 +133,9 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
+    tls = config.security.tls
     incidents = Incidents()
-    agents = AgentHub(secret, incidents)
+    agents = AgentHub(secret, incidents, scheme=scheme_of(config))
     ttft_ms = config.policy.autotune.ttft_ms
     metrics = RouterMetrics(
         core, deaths=agents.deaths, ttft_target_s=None if ttft_ms is None else ttft_ms / 1000
@@ -146,7 +148,9 @@ async def start(
         metrics.count_traces(spans)
     log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     log.on_final.append(metrics.account_for)
-    client = EngineClient(connect_timeout_s=config.router.connect_timeout_s)
+    client = EngineClient(
+        connect_timeout_s=config.router.connect_timeout_s, tls=client_context(tls)
+    )
 
     recordings = Recordings()
 
@@ -195,12 +199,15 @@ async def start(
         api.handle, config.router.max_body_bytes, api.admit, websockets, AGENTS_PATH
     )
     try:
-        port = await server.listen(config.router.host, config.router.port)
+        port = await server.listen(
+            config.router.host, config.router.port, ServerTls(tls) if tls is not None else None
+        )
     except OSError as error:
-        address = f"{config.router.host}:{config.router.port}"
+        address = f"{bracketed(config.router.host)}:{config.router.port}"
         raise CannotListenError(f"cannot listen on {address} (router.port): {error}") from error
-    _log.info("listening on http://%s:%d", config.router.host, port)
-    incidents.note("router_started", "", f"the router listens on {config.router.host}:{port}")
+    address = f"{bracketed(config.router.host)}:{port}"
+    _log.info("listening on %s://%s", scheme_of(config), address)
+    incidents.note("router_started", "", f"the router listens on {address}")
     watch = None
     if config.cache is not None:
         assert config.cache.socket_path is not None, "the paths are filled in by `up`"

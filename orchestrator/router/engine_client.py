@@ -15,17 +15,25 @@ the request. - Failures reach the listener later, never inside the call that sta
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
 
+from splitserve.orchestrator.config.nodes import bracketed
+from splitserve.orchestrator.config.tls import SHUTDOWN_LIMIT_S, tls_reason
 from splitserve.orchestrator.router.dead_links import notice_dead_link
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_log = logging.getLogger(__name__)
+
+TOLD_LIMIT = 1024
+"""Different TLS failures that the log tells."""
 HEAD_LIMIT_BYTES = 64 * 1024
 """Status line and headers of one answer."""
 
@@ -51,16 +59,24 @@ class EngineAddress:
 
     host: str
     port: int
+    is_tls: bool = False
+
+    @property
+    def shown(self) -> str:
+        """For people."""
+        return f"{bracketed(self.host)}:{self.port}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(url: str) -> EngineAddress:
-        """From ``http://host:port``; raises ``ValueError`` for anything else."""
+        """From ``http://host:port`` or ``https://host:port``; raises ``ValueError`` for anything
+        else.
+        """
         scheme, _, rest = url.partition("://")
         host, _, port = rest.rpartition(":")
-        if scheme != "http" or not host or not port.isdigit():
+        if scheme not in ("http", "https") or not host or not port.isdigit():
             raise ValueError(f"engine_url must look like http://host:port, not {url!r}")
-        return EngineAddress(host.strip("[]"), int(port))
+        return EngineAddress(host.strip("[]"), int(port), scheme == "https")
 
 
 @dataclass(eq=False, slots=True)
@@ -108,12 +124,15 @@ class EngineClient:
     """Connections to all engines. Used from one event loop; ``close`` ends it."""
 
     connect_timeout_s: float = 5.0
+    tls: ssl.SSLContext | None = None
+    """How ``https`` engines are verified."""
     idle_limit_s: float = 3.0
     idle_limit_connections: int = 256
     """Idle connections kept per engine."""
     _idle: dict[EngineAddress, list[_Connection]] = field(default_factory=dict)
     _busy: set[_Connection] = field(default_factory=set)
     _sweep: asyncio.TimerHandle | None = None
+    _told: set[str] = field(default_factory=set)
     is_closed: bool = False
 
     def send(
@@ -193,16 +212,27 @@ class EngineClient:
     async def _connect(self, leg: Leg) -> None:
         address = leg.address
         connection = _Connection(self, address)
+        secured: dict[str, Any] = {}
+        if address.is_tls:
+            secured = {
+                "ssl": self.tls,
+                "server_hostname": address.host,
+                "ssl_handshake_timeout": self.connect_timeout_s,
+                "ssl_shutdown_timeout": SHUTDOWN_LIMIT_S,
+            }
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: connection, address.host, address.port
+                    lambda: connection, address.host, address.port, **secured
                 )
         except TimeoutError:
             limit = f"{self.connect_timeout_s:g} s"
-            leg.fail(f"no connection to {address.host}:{address.port} within {limit}")
+            leg.fail(f"no connection to {address.shown} within {limit}")
         except OSError as error:
-            leg.fail(f"no connection to {address.host}:{address.port}: {error}")
+            reason = f"no connection to {address.shown}: {tls_reason(error)}"
+            if isinstance(error, ssl.SSLError):
+                self._tell_once(reason)
+            leg.fail(reason)
         else:
             leg.connecting = None
             if leg.is_over:
@@ -210,6 +240,12 @@ class EngineClient:
             else:
                 self._busy.add(connection)
                 connection.carry(leg)
+
+    def _tell_once(self, reason: str) -> None:
+        """It stays so until a person does something; each leg would say it again."""
+        if reason not in self._told and len(self._told) < TOLD_LIMIT:
+            self._told.add(reason)
+            _log.error("%s", reason)
 
 
 class _Connection(asyncio.Protocol):
@@ -317,7 +353,7 @@ class _Connection(asyncio.Protocol):
             leg.was_resent = True
             self.client.send_on_new_connection(leg)
         else:
-            where = f"{self.address.host}:{self.address.port}"
+            where = self.address.shown
             stage = "in the middle of its answer" if self._bytes_seen else "before its answer"
             leg.fail(f"{where} closed the connection {stage}" + (f": {error}" if error else ""))
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -33,10 +34,10 @@ from splitserve.orchestrator.router.headers import request_id_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.orchestrator.config.tls import ServerTls
     from splitserve.orchestrator.router.engine_client import RawHeaders
 
 _log = logging.getLogger(__name__)
-
 HEAD_LIMIT_BYTES = 64 * 1024
 PIPELINE_LIMIT_REQUESTS = 64
 """Requests that may wait in one connection; what comes after them is not answered."""
@@ -108,14 +109,19 @@ class HttpServer:
     connections: set[HttpConnection] = field(default_factory=set)
     held_body_bytes: int = 0
     _listener: asyncio.Server | None = None
+    _tls: ServerTls | None = None
+    _drained: asyncio.Event | None = None
     _sweep: asyncio.TimerHandle | None = None
     _date: bytes = b""
     _date_at: int = -1
 
-    async def listen(self, host: str, port: int) -> int:
+    async def listen(self, host: str, port: int, tls: ServerTls | None = None) -> int:
         """The port that is listened on. Raises ``OSError`` when it is taken."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: HttpConnection(self), host, port)
+        self._tls = tls
+        self._listener = await loop.create_server(
+            partial(HttpConnection, self), host, port, **(tls.listening if tls is not None else {})
+        )
         self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._close_stuck)
         return int(self._listener.sockets[0].getsockname()[1])
 
@@ -137,8 +143,6 @@ class HttpServer:
         for connection in list(self.connections):
             connection.abort()
 
-    _drained: asyncio.Event | None = None
-
     def forget(self, connection: HttpConnection) -> None:
         """The connection is closed."""
         self.connections.discard(connection)
@@ -154,6 +158,8 @@ class HttpServer:
         return self._date
 
     def _close_stuck(self) -> None:
+        if self._tls is not None:
+            self._tls.refresh()
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in list(self.connections):
@@ -316,7 +322,8 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if self._is_discarding and not self._transport.is_closing():
-            self._transport.write_eof()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
             self._loop.call_later(LINGER_S, self.abort)
         else:
             self._transport.close()

@@ -40,6 +40,7 @@ Kind = Literal[
     "flipped",
     "draining",
     "cache_lost",
+    "clock_skew",
 ]
 """``died``: an engine's end that nobody ordered; ``left``: one that was ordered. ``engine_ended``:
 the router had an engine killed that owed a fence.

@@ -47,9 +47,13 @@ def status_of(core: RouterCore, agents: AgentHub) -> dict[str, Any]:
             for name, progress in sorted(agents.loading.items())
         },
         "returning": sorted(core.membership.returning),
-        "refused": dict(core.membership.refused),
+        "refused": {**core.membership.refused, **agents.refused},
         "last_death": {
-            name: {"exit_status": death.exit_status, "likely_cause": death.likely_cause}
+            name: {
+                "exit_status": death.exit_status,
+                "likely_cause": death.likely_cause,
+                "was_ordered": death.was_ordered,
+            }
             for name, death in sorted(agents.last_death.items())
         },
     }

@@ -90,20 +90,24 @@ def test_no_secret_is_visible(up: UpProcess) -> None:
     """The cluster secret and the engines' keys stand neither on a command line nor in a log; the
     state files are private.
     """
-    secrets = set()
+    state = Path(up.env["XDG_STATE_HOME"]) / "splitserve"
+    secret = (state / "test" / "cluster.secret").read_text()
+    secrets = {secret}
     lines = []
     for process in up.processes():
         environ = process.environ()
-        secrets |= {environ.get(name, "") for name in ("SPLITSERVE_SECRET", "VLLM_API_KEY")}
+        secrets |= {environ.get("VLLM_API_KEY", "")}
         lines += process.cmdline()
+        assert secret not in environ.values()
     secrets.discard("")
     assert len(secrets) == 3
-    state = Path(up.env["XDG_STATE_HOME"]) / "splitserve"
-    texts = ["\n".join(lines), *(path.read_text() for path in state.rglob("*") if path.is_file())]
+    files = [path for path in state.rglob("*") if path.is_file() and path.suffix != ".secret"]
+    texts = ["\n".join(lines), *(path.read_text() for path in files)]
     assert not [secret for secret in secrets for text in texts if secret in text]
     assert (state / "test.json").stat().st_mode & 0o777 == 0o600
     assert (state / "test" / "resolved.json").stat().st_mode & 0o777 == 0o600
     assert (state / "test" / "operator.token").stat().st_mode & 0o777 == 0o600
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in state.rglob("*.secret"))
 
 
 def test_a_second_up_of_the_same_name_is_refused(up: UpProcess) -> None:

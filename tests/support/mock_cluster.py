@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import psutil
 
-from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.kv_transfer.channel import secret_in
 from splitserve.orchestrator.engines.command import API_KEY_ENV
 from splitserve.orchestrator.engines.mock.model import KvShape, MockModel, reference_answer
 from splitserve.orchestrator.engines.mock.tokenizer import decode
@@ -74,7 +74,7 @@ class Cluster:
                     node,
                     status["engine_url"],
                     f"tcp://127.0.0.1:{settings['endpoint_port']}",
-                    bytes.fromhex(environ[SECRET_ENV]),
+                    secret_in(environ) or b"",
                     environ[API_KEY_ENV],
                 )
                 engine.idle_blocks = status["total_blocks"] - 1

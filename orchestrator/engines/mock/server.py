@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import signal
+import ssl
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,10 @@ async def _serve(options: argparse.Namespace) -> int:
     loop = asyncio.create_task(parts.engine.run())
     stop = asyncio.create_task(_asked_to_stop())
     try:
-        await web.TCPSite(runner, options.host, options.port).start()
-        logger.info("Started server process on http://%s:%d", options.host, options.port)
+        context = _tls(options)
+        await web.TCPSite(runner, options.host, options.port, ssl_context=context).start()
+        scheme = "http" if context is None else "https"
+        logger.info("Started server process on %s://%s:%d", scheme, options.host, options.port)
         await asyncio.wait((loop, stop), return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (loop, stop):
@@ -179,6 +182,16 @@ def _check(options: argparse.Namespace, shape: KvShape) -> int:
     return blocks
 
 
+def _tls(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """As vLLM's server makes it of the same flags."""
+    if options.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.ssl_ca_certs)
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    context.verify_mode = ssl.VerifyMode(options.ssl_cert_reqs)
+    return context
+
+
 def _timing(options: argparse.Namespace) -> Timing:
     """What steps and transfers take. Raises ``ValueError``."""
     if options.profile is None:
@@ -222,6 +235,11 @@ def arguments() -> argparse.ArgumentParser:
     add("--served-model-name", help="the name that clients use (default: --model)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, required=True)
+    add("--ssl-certfile")
+    add("--ssl-keyfile")
+    add("--ssl-ca-certs")
+    add("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE))
+    add("--enable-ssl-refresh", action="store_true", help="ignored: files are read once")
     add("--block-size", type=int, default=32, help="tokens per KV block")
     add("--kv-cache-memory-bytes", type=int, default=16 * 2**20, help="KV of each rank")
     add("--max-model-len", type=int, default=4096, help="longest prompt and answer in tokens")

@@ -17,7 +17,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from splitserve.kv_transfer.channel import SECRET_ENV
+from splitserve.kv_transfer.channel import SECRET_ENV, SECRET_FILE_ENV
 from splitserve.kv_transfer.transfer_params import resumed_tokens
 from splitserve.orchestrator.engines.connector_config import cluster_secret
 
@@ -34,7 +34,7 @@ def install() -> None:
     Raises ``RuntimeError`` when this vLLM makes them otherwise; vLLM logs it and goes on without
     the plugin.
     """
-    if not os.environ.get(SECRET_ENV):
+    if not (os.environ.get(SECRET_ENV) or os.environ.get(SECRET_FILE_ENV)):
         return
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
 

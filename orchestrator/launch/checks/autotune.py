@@ -19,7 +19,7 @@ _KEY = "policy.autotune.profile"
 def autotune(subject: Subject) -> Finding:
     """The profile can be read and is of this cluster."""
     check, asked_for = "autotune", subject.config.policy.autotune
-    if asked_for.mode == "off":
+    if asked_for.mode == "off" or not subject.has_router:
         return Finding(check, "off")
     problem = _problem(subject.config)
     detail = f"{asked_for.mode}, by {asked_for.profile}"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.launch.finding import Finding, failure, warning
 
 if TYPE_CHECKING:
@@ -52,10 +51,12 @@ def limits(subject: Subject) -> Finding:
 
 
 def _files(subject: Subject, limit: int, most: int) -> Iterator[Problem]:
+    if not subject.has_router:
+        return
     config = subject.config
     running = sum(
         node.settings.engine_args.max_num_seqs or RUNNING_REQUESTS
-        for node in nodes(config)
+        for node in subject.nodes
         if node.pool == "decode"
     )
     at_once = config.router.queue_limit_requests + running
@@ -80,7 +81,7 @@ def _files(subject: Subject, limit: int, most: int) -> Iterator[Problem]:
 
 
 def _threads(subject: Subject, limit: int) -> Iterator[Problem]:
-    count = len(nodes(subject.config))
+    count = len(subject.nodes)
     wanted = count * THREADS_OF_ENGINE if subject.running is None else 0
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
         left = limit - _own_threads()
@@ -107,7 +108,7 @@ def _locked(subject: Subject, limit: int) -> Iterator[Problem]:
     transports = {config.prefill.transfer.transport, config.decode.transfer.transport}
     if not transports & {"nixl", "ucx"} or not _INFINIBAND.is_dir():
         return
-    largest = max(node.settings.kv_cache_bytes for node in nodes(config))
+    largest = max((node.settings.kv_cache_bytes for node in subject.nodes), default=0)
     has_device = next(_INFINIBAND.iterdir(), None) is not None
     if has_device and limit != resource.RLIM_INFINITY and limit < largest and os.geteuid() != 0:
         yield warning(
@@ -119,7 +120,7 @@ def _locked(subject: Subject, limit: int) -> Iterator[Problem]:
 
 def _address_space(subject: Subject) -> Iterator[Problem]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    largest = max(node.settings.kv_cache_bytes for node in nodes(subject.config))
+    largest = max(node.settings.kv_cache_bytes for node in subject.nodes)
     wanted = largest + (ADDRESS_SPACE_BYTES if subject.config.engine == "vllm" else 0)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         yield failure(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.finding import Finding, failure, warning
@@ -50,7 +49,7 @@ def memory(subject: Subject) -> Finding:
     check, config = "memory", subject.config
     if subject.running is not None:
         return Finding(check, "taken by the running cluster")
-    on_cpu = [node for node in nodes(config) if node.gpus is None]
+    on_cpu = [node for node in subject.nodes if node.gpus is None]
     kv = sum(
         node.settings.kv_cache_bytes * node.settings.engine_args.tensor_parallel_size
         for node in on_cpu
@@ -85,9 +84,7 @@ def shared_memory(subject: Subject) -> Finding:
     there.
     """
     check = "shared_memory"
-    needed = (
-        sum(map(_shared_bytes, nodes(subject.config))) if subject.config.engine == "vllm" else 0
-    )
+    needed = sum(map(_shared_bytes, subject.nodes)) if subject.config.engine == "vllm" else 0
     try:
         free = shutil.disk_usage(_SHARED).free
     except OSError as error:

@@ -16,6 +16,7 @@ from splitserve.orchestrator.config import router_url
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.config.checks import fixed_ports, is_loopback, port_overlaps
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.launch.checks.subject import ROUTER, Subject
 from splitserve.orchestrator.launch.finding import Finding, failure, told, warning
 from splitserve.orchestrator.launch.ports import free_run, is_free
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from splitserve.orchestrator.config import ClusterConfig
-    from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
 
 REACH_TIMEOUT_S = 2.0
@@ -38,6 +38,8 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 def ports(subject: Subject) -> Finding:
     """Fixed ports are given once, and nobody listens on them."""
     config, uses = subject.config, fixed_ports(subject.config)
+    if subject.here is not None:
+        uses = [use for use in uses if use[2].partition(" ")[0].partition(".")[0] in subject.here]
     problems = list(told(port_overlaps(config)))
     first, last = _outgoing_ports()
     for port, host, use in dict.fromkeys(uses):
@@ -65,13 +67,13 @@ def ports(subject: Subject) -> Finding:
 def addresses(subject: Subject) -> Finding:
     """This machine can listen where it should, and is found where it says."""
     config = subject.config
-    problems = [*_foreign_hosts(config), *_foreign_variables(config), *_unreachable(config)]
+    problems = [*_foreign_hosts(subject), *_foreign_variables(config), *_unreachable(config)]
     told_of = [
         f"{pool} as {config.pool(pool).advertise_host}"
         for pool in POOLS
         if config.pool(pool).advertise_host
     ]
-    hosts = sorted(set(_hosts(config).values()))
+    hosts = sorted(set(_hosts(subject).values()))
     detail = f"listens on {', '.join(hosts)}"
     return Finding("addresses", "; ".join([detail, *told_of]), tuple(problems))
 
@@ -139,25 +141,51 @@ def _is_excepted(host: str, exceptions: str) -> bool:
     return False
 
 
-def _hosts(config: ClusterConfig) -> dict[str, str]:
-    """Where something listens, by key."""
-    hosts = {"router.host": config.router.host}
-    for pool in POOLS:
-        settings = config.pool(pool)
-        hosts |= {f"{pool}.host": settings.host, f"{pool}.transfer.host": settings.transfer.host}
+def _hosts(subject: Subject) -> dict[str, str]:
+    """Where something of this machine listens, by key."""
+    hosts = {"router.host": subject.config.router.host} if subject.has_router else {}
+    for node in subject.nodes:
+        if node.settings.hosts is not None:
+            hosts[f"{node.pool}.hosts[{node.index}]"] = node.host
+        else:
+            hosts |= {
+                f"{node.pool}.host": node.host,
+                f"{node.pool}.transfer.host": node.transfer_host,
+            }
     return hosts
 
 
-def _foreign_hosts(config: ClusterConfig) -> Iterator[Problem]:
+def members_here(config: ClusterConfig) -> frozenset[str] | None:
+    """What of a cluster on several machines runs on this one, by the addresses in ``hosts``; None
+    for a cluster that names none, or all of which is here.
+    """
+    everything = Subject(config, {})
+    places = {ROUTER: config.router.host} | {node.name: node.host for node in everything.nodes}
+    here = frozenset(name for name, host in places.items() if _is_of_this_machine(host))
+    names_hosts = any(config.pool(pool).hosts is not None for pool in POOLS)
+    return here if names_hosts and len(here) < len(places) else None
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        is_free(0, host)
+    except OSError:
+        return False
+    return True
+
+
+def _foreign_hosts(subject: Subject) -> Iterator[Problem]:
     """Addresses on which nothing can listen here, whatever the port."""
-    for key, host in _hosts(config).items():
+    for key, host in _hosts(subject).items():
         try:
             is_free(0, host)
         except OSError as error:
+            fix = "use an address that `ip addr` lists, or 127.0.0.1"
+            if ".hosts[" in key:
+                name = key.replace(".hosts[", "-").rstrip("]")
+                fix = f"start the node there (`splitserve node {name}`), or {fix}"
             yield failure(
-                key,
-                f"this machine cannot listen on {host} ({error.strerror or error})",
-                "use an address that `ip addr` lists, or 127.0.0.1",
+                key, f"this machine cannot listen on {host} ({error.strerror or error})", fix
             )
 
 
@@ -211,7 +239,7 @@ def reach_obstacle(advertised: str, host: str, port: int) -> str:
     address = _resolved(advertised)
     if address is None:
         return "the name has no address"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in (_resolved(host) or "") else socket.AF_INET
     nonce = secrets.token_bytes(_NONCE_BYTES)
     with socket.socket(family) as listener:
         try:

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.checks import shared_devices
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cpu_lists import listed, parsed
@@ -15,7 +14,7 @@ from splitserve.orchestrator.launch.finding import Finding, Severity, failure, t
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
+    from splitserve.orchestrator.config import NodeConfig
     from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
 
@@ -30,7 +29,7 @@ def cpus(subject: Subject) -> Finding:
     """Every CPU is there, belongs to one node, and has no other node on its sibling."""
     config, usable = subject.config, os.sched_getaffinity(0)
     problems: list[Problem] = []
-    for node in nodes(config):
+    for node in subject.nodes:
         missing = set(node.cpus or ()) - usable
         if missing:
             what = (
@@ -40,16 +39,16 @@ def cpus(subject: Subject) -> Finding:
             problems.append(failure(_key(node, "cpus"), what, "name CPUs of that list"))
     severity = Severity.WARN if config.allow_shared_devices else Severity.FAIL
     problems += told(shared_devices(config, "cpus"), severity)
-    problems += _siblings(config)
+    problems += _siblings(subject)
     problems += _threads(subject)
-    problems += _quota(config)
+    problems += _quota(subject)
     return Finding("cpus", f"usable: {listed(usable)}", tuple(problems))
 
 
 def gpus(subject: Subject) -> Finding:
     """Every GPU is there and belongs to one node."""
     config = subject.config
-    wanted = {gpu for node in nodes(config) for gpu in node.gpus or ()}
+    wanted = {gpu for node in subject.nodes for gpu in node.gpus or ()}
     if not wanted:
         return Finding("gpus", "none asked for")
     present = {
@@ -64,7 +63,7 @@ def gpus(subject: Subject) -> Finding:
             f"present: {listed(present) or 'none'}",
             "use `cpus` instead",
         )
-        for node in nodes(config)
+        for node in subject.nodes
         if (missing := set(node.gpus or ()) - present)
     ]
     severity = Severity.WARN if config.allow_shared_devices else Severity.FAIL
@@ -81,11 +80,11 @@ def numa(subject: Subject) -> Finding:
     detail = "; ".join(f"NUMA node {number}: CPUs {listed(c)}" for number, c in places.items())
     homes = {
         node.name: frozenset(n for n, c in places.items() if c & set(node.cpus))
-        for node in nodes(subject.config)
+        for node in subject.nodes
         if node.cpus
     }
-    problems = [*_split_nodes(subject.config, homes), *_far_pairs(subject.config, homes)]
-    problems += _numa_memory(subject.config, homes)
+    problems = [*_split_nodes(subject, homes), *_far_pairs(subject, homes)]
+    problems += _numa_memory(subject, homes)
     measured = {"homes": {name: sorted(home) for name, home in homes.items()}}
     return Finding(check, detail, tuple(problems), measured)
 
@@ -101,9 +100,9 @@ def numa_nodes() -> dict[int, frozenset[int]]:
     return {number: cpus for number, cpus in sorted(found.items()) if cpus}
 
 
-def _siblings(config: ClusterConfig) -> Iterator[Problem]:
+def _siblings(subject: Subject) -> Iterator[Problem]:
     """Threads of one core share what it computes with."""
-    owner = {cpu: node for node in nodes(config) for cpu in node.cpus or ()}
+    owner = {cpu: node for node in subject.nodes for cpu in node.cpus or ()}
     told_of: set[frozenset[int]] = set()
     for cpu, node in owner.items():
         siblings = _threads_of_core(cpu)
@@ -152,14 +151,14 @@ def _threads(subject: Subject) -> Iterator[Problem]:
             )
 
 
-def _quota(config: ClusterConfig) -> Iterator[Problem]:
+def _quota(subject: Subject) -> Iterator[Problem]:
     """What a container may use of the CPUs that it sees."""
     try:
         quota, period = QUOTA_FILE.read_text().split()
         allowed = int(quota) / int(period)
     except (OSError, ValueError):  # "max": no limit
         return
-    named = {cpu for node in nodes(config) for cpu in node.cpus or ()}
+    named = {cpu for node in subject.nodes for cpu in node.cpus or ()}
     if named and allowed < len(named):
         yield warning(
             ("prefill.cpus", "decode.cpus"),
@@ -168,8 +167,8 @@ def _quota(config: ClusterConfig) -> Iterator[Problem]:
         )
 
 
-def _split_nodes(config: ClusterConfig, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
-    for node in nodes(config):
+def _split_nodes(subject: Subject, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
+    for node in subject.nodes:
         home = homes.get(node.name, frozenset())
         if len(home) > 1 and node.settings.engine_args.tensor_parallel_size == 1:
             yield warning(
@@ -180,11 +179,11 @@ def _split_nodes(config: ClusterConfig, homes: dict[str, frozenset[int]]) -> Ite
             )
 
 
-def _far_pairs(config: ClusterConfig, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
+def _far_pairs(subject: Subject, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
     far = [
         (writer, reader)
-        for writer in nodes(config)
-        for reader in nodes(config)
+        for writer in subject.nodes
+        for reader in subject.nodes
         if writer.pool == "prefill" and reader.pool == "decode"
         if homes.get(writer.name) and homes.get(reader.name)
         if not homes[writer.name] & homes[reader.name]
@@ -204,9 +203,9 @@ def _far_pairs(config: ClusterConfig, homes: dict[str, frozenset[int]]) -> Itera
     )
 
 
-def _numa_memory(config: ClusterConfig, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
+def _numa_memory(subject: Subject, homes: dict[str, frozenset[int]]) -> Iterator[Problem]:
     needed: dict[int, int] = {}
-    for node in nodes(config):
+    for node in subject.nodes:
         home = homes.get(node.name, frozenset())
         if len(home) == 1:
             ranks = node.settings.engine_args.tensor_parallel_size

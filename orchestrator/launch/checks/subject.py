@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.folder_facts import ModelFacts, read_facts
 from splitserve.orchestrator.models.resolve import resolve_model
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.config import ClusterConfig, NodeConfig
     from splitserve.orchestrator.launch.files import ClusterRecord
+
+
+ROUTER = "router"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,26 @@ class Subject:
     """What its keys do not agree on; ``up`` has refused it before."""
     running: ClusterRecord | None = None
     """The cluster of this name that runs already, where that matters: what it holds is its own."""
+
+    here: frozenset[str] | None = None
+    """Names of what runs on this machine, of a cluster on several: nodes, and ``router``; None for
+    all of it.
+    """
+
+    placed: NodeConfig | None = None
+    """The node that runs here, where its addresses are not the YAML's."""
+
+    @cached_property
+    def nodes(self) -> list[NodeConfig]:
+        """The nodes that run on this machine."""
+        if self.placed is not None:
+            return [self.placed]
+        return [node for node in nodes(self.config) if self.here is None or node.name in self.here]
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the router runs on this machine."""
+        return self.here is None or ROUTER in self.here
 
     @cached_property
     def model_folder(self) -> Path | None:

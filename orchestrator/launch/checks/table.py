@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.launch.checks.autotune import autotune
 from splitserve.orchestrator.launch.checks.cache import cache
+from splitserve.orchestrator.launch.checks.certificates import certificates
 from splitserve.orchestrator.launch.checks.configuration import (
     configuration,
     policy,
@@ -71,6 +72,7 @@ CHECKS = (
     Check("autotune", autotune),
     Check("tracing", tracing),
     Check("secrets", secrets),
+    Check("certificates", certificates),
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),

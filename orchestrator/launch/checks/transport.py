@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.launch.checks.model import kv_item_bytes
 from splitserve.orchestrator.launch.checks.transport_trial import TrialError, try_pair
 from splitserve.orchestrator.launch.finding import Finding, failure, warning
@@ -77,7 +76,7 @@ def page_bytes(subject: Subject) -> int:
 
 def _pairs(subject: Subject) -> list[tuple[NodeConfig, NodeConfig]]:
     """Each prefill node with each decode node, other nodes first."""
-    members = nodes(subject.config)
+    members = subject.nodes
     prefill = [node for node in members if node.pool == "prefill"]
     decode = [node for node in members if node.pool == "decode"]
     pairs = [(writer, reader) for writer in prefill for reader in decode]

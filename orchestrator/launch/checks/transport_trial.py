@@ -181,8 +181,8 @@ class _Side:
         settings = self.node.settings
         transport = TransportSettings(
             incarnation=self.node.name,
-            host=settings.transfer.host,
-            advertised_host=settings.advertise_host,
+            host=self.node.transfer_host,
+            advertised_host=self.node.advertise_host,
             port=self.node.data_port_base,
         )
         return {

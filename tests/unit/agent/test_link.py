@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,7 +79,11 @@ class FakeRouter:
         self.sockets.append(socket)
         async for message in socket:
             assert message.type is WSMsgType.TEXT
-            self.frames.put_nowait(msgspec.json.decode(message.data, type=FromAgent))
+            frame = msgspec.json.decode(message.data, type=FromAgent)
+            if isinstance(frame, AgentHello):
+                assert abs(frame.unix_s - time.time()) < LIMIT_S, "stamped when it was sent"
+                frame = msgspec.structs.replace(frame, unix_s=0.0)
+            self.frames.put_nowait(frame)
         return socket
 
 

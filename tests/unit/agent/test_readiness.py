@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.readiness import warm_up
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ async def test_the_engine_has_answered_once(caplog: pytest.LogCaptureFixture) ->
     """With its own key, and nothing is said about it."""
     seen: list[Any] = []
     server = await serve(200, seen)
-    await warm_up(str(server.make_url("")).rstrip("/"), "key", BODY)
+    await warm_up(EngineHttp(str(server.make_url("")).rstrip("/"), "key"), BODY)
     await server.close()
     assert seen == [("Bearer key", BODY)]
     assert not caplog.text
@@ -44,7 +45,7 @@ async def test_a_refusal_is_said_and_does_not_keep_the_node_away(
 ) -> None:
     """The status and the engine's words are in the log."""
     server = await serve(400, [])
-    await warm_up(str(server.make_url("")).rstrip("/"), "key", BODY)
+    await warm_up(EngineHttp(str(server.make_url("")).rstrip("/"), "key"), BODY)
     await server.close()
     assert "400" in caplog.text
     assert "because" in caplog.text
@@ -55,5 +56,5 @@ async def test_no_answer_is_said(caplog: pytest.LogCaptureFixture) -> None:
     server = await serve(200, [])
     url = str(server.make_url("")).rstrip("/")
     await server.close()
-    await warm_up(url, "key", BODY)
+    await warm_up(EngineHttp(url, "key"), BODY)
     assert "got no answer" in caplog.text

@@ -28,8 +28,8 @@ def config_with(security: str) -> ClusterConfig:
 def test_without_a_file_each_call_makes_a_new_secret() -> None:
     """Two runs never share a secret by accident."""
     config = config_with("{}")
-    assert len(secret_for(config)) == 32
-    assert secret_for(config) != secret_for(config)
+    assert len(secret_for(config, {})) == 32
+    assert secret_for(config, {}) != secret_for(config, {})
 
 
 def test_the_secret_of_a_file(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_secret_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("ab" * 16 + "\n")
     path.chmod(0o600)
-    assert secret_for(config_with(f"{{secret_file: {path}}}")) == bytes([0xAB] * 16)
+    assert secret_for(config_with(f"{{secret_file: {path}}}"), {}) == bytes([0xAB] * 16)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_bad_secret_file_is_explained(
         path.write_text(content)
         path.chmod(mode)
     with pytest.raises(ConfigError, match=expected) as caught:
-        secret_for(config_with(f"{{secret_file: {path}}}"))
+        secret_for(config_with(f"{{secret_file: {path}}}"), {})
     assert content is None or content not in str(caught.value)
 
 

@@ -1,0 +1,32 @@
+"""How an agent asks the HTTP server of its own engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+if TYPE_CHECKING:
+    import ssl
+
+
+@dataclass(frozen=True)
+class EngineHttp:
+    """One life's server. The agent has started it, so with TLS its certificate counts and not the
+    address at which it is asked, which may be any of this machine.
+    """
+
+    url: str
+    api_key: str
+    tls: ssl.SSLContext | None = None
+
+    def session(self, timeout_s: float | None) -> aiohttp.ClientSession:
+        """A session to use as a context; ``timeout_s`` is for each whole request, None when the
+        caller holds the deadline.
+        """
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self.tls if self.tls is not None else True),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers={"Authorization": f"Bearer {self.api_key}"},
+        )

@@ -1,0 +1,105 @@
+"""``splitserve node``, ``router`` and ``cache-server``: one process of a cluster each, for clusters
+on several machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
+from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.config.tls import client_context
+from splitserve.orchestrator.launch.single import (
+    holding,
+    recorded,
+    single_cache,
+    single_node,
+    single_router,
+    written_cache_settings,
+)
+
+if TYPE_CHECKING:
+    from splitserve.orchestrator.launch.single import SingleNode
+
+
+@click.command()
+@click.argument("name")
+@click.argument("cluster")
+@click.option("--router", metavar="URL", help="Where the router is, instead of what the YAML says.")
+@click.option("--host", metavar="ADDRESS", help="Where the node listens on this machine.")
+@click.option("--advertise-host", metavar="ADDRESS", help="Where the router and other nodes find "
+    "it, when that is not where it listens.")  # fmt: skip
+def node(
+    name: str, cluster: str, router: str | None, host: str | None, advertise_host: str | None
+) -> None:
+    """Run node NAME (such as prefill-0) of the cluster YAML CLUSTER on this machine: its agent and
+    its engine, until SIGTERM.
+
+    The cluster secret comes from SPLITSERVE_SECRET, SPLITSERVE_SECRET_FILE or security.secret_file.
+    Exit status 0 after a stop or a drain, 2 when nothing was started, 3 when the engine failed.
+    """
+    prepared = single_node(
+        cluster, os.environ, name, router=router, host=host, advertise_host=advertise_host
+    )
+    from splitserve.orchestrator.agent.run import run
+
+    _ask_router(prepared)
+    with holding(prepared, name) as folder:
+        status = run(
+            prepared.config,
+            prepared.node,
+            model=prepared.model,
+            secret=prepared.secret,
+            router_url=prepared.router_url,
+            run_dir=folder,
+        )
+    raise click.exceptions.Exit(status)
+
+
+@click.command("router")
+@click.argument("cluster")
+def router_command(cluster: str) -> None:
+    """Run the router of the cluster YAML CLUSTER on this machine, until SIGTERM.
+
+    Nodes find it by themselves, and it uses them when they do. Exit status 0 after a stop, 2 when
+    nothing was started, 3 when its port is taken.
+    """
+    prepared = single_router(cluster, os.environ)
+    from splitserve.orchestrator.router.run import run
+
+    with holding(prepared, "router"), recorded(prepared):
+        status = run(prepared.config, prepared.secret, prepared.tenant_by_key)
+    raise click.exceptions.Exit(status)
+
+
+@click.command("cache-server")
+@click.argument("cluster")
+def cache_server(cluster: str) -> None:
+    """Run the cache server of this machine for the nodes of CLUSTER that run here, until
+    SIGTERM.
+    """
+    prepared = single_cache(cluster, os.environ)
+    from splitserve.kv_transfer.cache.__main__ import serve
+
+    with holding(prepared, "cache") as folder:
+        path, secret = written_cache_settings(prepared, folder)
+        environ = {CACHE_SECRET_ENV: secret.hex()} if secret is not None else {}
+        status = serve(path, environ)
+    raise click.exceptions.Exit(status)
+
+
+def _ask_router(node: SingleNode) -> None:
+    """Raises ``RefusedError`` when it would never take the node."""
+    from splitserve.orchestrator.agent.first_contact import RouterRefusesError, ask_router
+
+    tls = client_context(node.config.security.tls)
+    try:
+        lines = asyncio.run(ask_router(node.router_url, node.secret, tls))
+    except RouterRefusesError as error:
+        raise RefusedError(f"{node.node.name} was not started: {error}") from error
+    for line in lines:
+        click.echo(f"warning: {line}", err=True)
