@@ -32,6 +32,7 @@ from splitserve.orchestrator.agent.engine_process import (
     clean_environment,
     written_secret,
 )
+from splitserve.orchestrator.agent.health import Health
 from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
@@ -119,6 +120,7 @@ class Agent:
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
         self._has_served = False
+        self._has_started = False
         self._life: Life | None = None
         self._refused = ""
         self._can_write_status = True
@@ -148,6 +150,15 @@ class Agent:
             life.drain = Drain(incarnation=life.incarnation, restarts=False)
             self._set_phase("draining")
         self._leaving = asyncio.ensure_future(self._leave())
+
+    def health(self) -> Health:
+        """What a supervisor's probes are told."""
+        obstacle = self._refused
+        if self.phase != "ready":
+            obstacle = f"the node is {self.phase}"
+        elif not self._link.connected:
+            obstacle = obstacle or "no connection to the router"
+        return Health(self._has_started, obstacle)
 
     async def _leave(self) -> None:
         """The drain has an end, and nobody is waited for who is gone."""
@@ -280,7 +291,7 @@ class Agent:
             return str(error)
         finally:
             progress.cancel()
-        life.was_ready = True
+        life.was_ready = self._has_started = True
         described = describe(
             self._config, self.node, life, description, self._flip_obstacle, adapters
         )
