@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
 from splitserve.orchestrator.agent.health import Health, HealthServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 async def _asked(url: str) -> tuple[int, str]:
@@ -15,14 +19,15 @@ async def _asked(url: str) -> tuple[int, str]:
         return answer.status, (await answer.text()).strip()
 
 
-async def test_probes_tell_how_far_a_node_is(free_port: int) -> None:
+async def test_probes_tell_how_far_a_node_is(free_port: Callable[[], int]) -> None:
     """Live at once; started and ready as the agent says, with the reason; the port is free again
     after it was closed.
     """
+    port = free_port()
     now = Health(False, "the node is loading")
     server = HealthServer(lambda: now)
-    await server.listen("127.0.0.1", free_port)
-    base = f"http://127.0.0.1:{free_port}"
+    await server.listen("127.0.0.1", port)
+    base = f"http://127.0.0.1:{port}"
     assert await _asked(f"{base}/livez") == (200, "ok")
     assert (await _asked(f"{base}/startupz"))[0] == 503
     assert await _asked(f"{base}/readyz") == (503, "the node is loading")
@@ -33,7 +38,7 @@ async def test_probes_tell_how_far_a_node_is(free_port: int) -> None:
     assert await _asked(f"{base}/readyz") == (200, "ok")
     await server.close()
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port))
+        probe.bind(("127.0.0.1", port))
 
 
 async def test_a_port_that_is_taken_is_told() -> None:
