@@ -27,11 +27,7 @@ from splitserve.orchestrator.agent.adapters import loaded_adapters
 from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
-from splitserve.orchestrator.agent.engine_process import (
-    EngineProcess,
-    clean_environment,
-    written_secret,
-)
+from splitserve.orchestrator.agent.engine_process import EngineProcess, engine_environment
 from splitserve.orchestrator.agent.health import Health
 from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
@@ -61,10 +57,8 @@ from splitserve.orchestrator.agent.readiness import (
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
-from splitserve.orchestrator.config import secret_variables
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.config.tls import client_context
-from splitserve.orchestrator.engines.command import engine_command, secret_environment
+from splitserve.orchestrator.engines.command import engine_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -114,13 +108,10 @@ class Agent:
         self._secret_path = run_dir / f"{node.name}.secret"
         self._log_path = log_dir / f"{node.name}.log"
         self._connect_endpoint = connect_endpoint
-        tls = config.security.tls
-        self._tls = client_context(tls, checks_name=False)
-        self._link = RouterLink(router_url, secret, self._on_message, tls=client_context(tls))
+        self._link = RouterLink(router_url, secret, self._on_message, tls=config.security.tls)
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
         self._has_served = False
-        self._has_started = False
         self._life: Life | None = None
         self._refused = ""
         self._can_write_status = True
@@ -153,12 +144,8 @@ class Agent:
 
     def health(self) -> Health:
         """What a supervisor's probes are told."""
-        obstacle = self._refused
-        if self.phase != "ready":
-            obstacle = f"the node is {self.phase}"
-        elif not self._link.connected:
-            obstacle = obstacle or "no connection to the router"
-        return Health(self._has_started, obstacle)
+        has_started = self._has_served or (self._life is not None and self._life.was_ready)
+        return Health.of(has_started, self.phase, self._link.connected, self._refused)
 
     async def _leave(self) -> None:
         """The drain has an end, and nobody is waited for who is gone."""
@@ -255,8 +242,9 @@ class Agent:
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
         self._note(incarnation)
-        environ = clean_environment(self.node.name, without=secret_variables(self._config))
-        environ |= secret_environment(written_secret(self._secret_path, self._secret), api_key)
+        environ = engine_environment(
+            self._config, self.node.name, self._secret_path, self._secret, api_key
+        )
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
         return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
 
@@ -276,7 +264,8 @@ class Agent:
         progress = asyncio.create_task(self._report_progress())
         try:
             async with asyncio.timeout(limit):
-                engine = EngineHttp(self.node.engine_url, life.api_key, self._tls)
+                tls = self._config.security.tls
+                engine = EngineHttp(self.node.engine_url, life.api_key, tls)
                 life.endpoint, description = await wait_until_ready(
                     engine,
                     lambda: self._connect_endpoint(self.node.endpoint_address, self._secret),
@@ -291,7 +280,7 @@ class Agent:
             return str(error)
         finally:
             progress.cancel()
-        life.was_ready = self._has_started = True
+        life.was_ready = True
         described = describe(
             self._config, self.node, life, description, self._flip_obstacle, adapters
         )

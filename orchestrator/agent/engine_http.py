@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from splitserve.orchestrator.config.tls import client_context
+
 if TYPE_CHECKING:
-    import ssl
+    from splitserve.orchestrator.config import TlsConfig
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,15 @@ class EngineHttp:
 
     url: str
     api_key: str
-    tls: ssl.SSLContext | None = None
+    tls: TlsConfig | None = None
 
     def session(self, timeout_s: float | None) -> aiohttp.ClientSession:
         """A session to use as a context; ``timeout_s`` is for each whole request, None when the
         caller holds the deadline.
         """
+        context = client_context(self.tls, checks_name=False)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self.tls if self.tls is not None else True),
+            connector=aiohttp.TCPConnector(ssl=context if context is not None else True),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {self.api_key}"},
         )

@@ -10,13 +10,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV, kill_descendants
+from splitserve.orchestrator.config import secret_variables
+from splitserve.orchestrator.engines.command import secret_environment
 from splitserve.orchestrator.launch.files import write_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from splitserve.orchestrator.agent.engine_log import EngineLog
+    from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.engines.command import EngineCommand
 
 _log = logging.getLogger(__name__)
@@ -142,19 +145,16 @@ class EngineProcess:
             self._on_stage()
 
 
-def clean_environment(node: str, without: Collection[str]) -> dict[str, str]:
+def engine_environment(
+    config: ClusterConfig, node: str, secret_path: Path, secret: bytes, api_key: str
+) -> dict[str, str]:
     """This process's environment for an engine, with the marker of its node and without what it
-    must not know.
-    """
-    inherited = {name: value for name, value in os.environ.items() if name not in without}
-    return {**inherited, NODE_MARKER_ENV: node}
-
-
-def written_secret(path: Path, secret: bytes) -> Path:
-    """``path``, in which an engine finds the cluster secret, readable by its owner only: more
-    people and programs look at an environment.
+    must not know. The cluster secret is in ``secret_path``, readable by its owner only: more people
+    and programs look at an environment.
     """
     text = secret.hex()
-    if not path.exists() or path.read_text() != text:
-        write_private(path, text.encode())
-    return path
+    if not secret_path.exists() or secret_path.read_text() != text:
+        write_private(secret_path, text.encode())
+    hidden = secret_variables(config)
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**inherited, NODE_MARKER_ENV: node, **secret_environment(secret_path, api_key)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LIVE_PATH = "/livez"
 """The agent's loop runs."""
 STARTED_PATH = "/startupz"
-"""Its engine has been ready once in the agent's life."""
+"""Its engine has been ready once."""
 READY_PATH = "/readyz"
 """The router gives it work."""
 _CLOSE_TIMEOUT_S = 1.0
@@ -28,6 +28,16 @@ class Health:
     has_started: bool
     obstacle: str
     """Why the node gets no work; empty while it does."""
+
+    @classmethod
+    def of(cls, has_started: bool, phase: str, is_connected: bool, refused: str) -> Health:
+        """From what an agent knows; ``refused`` is the router's reason not to use the node."""
+        obstacle = refused
+        if phase != "ready":
+            obstacle = f"the node is {phase}"
+        elif not is_connected:
+            obstacle = refused or "no connection to the router"
+        return cls(has_started, obstacle)
 
 
 class HealthServer:

@@ -34,11 +34,12 @@ from splitserve.orchestrator.agent.messages import (
     Role,
     ToAgent,
 )
-from splitserve.orchestrator.config.tls import certificate_error, tls_reason
+from splitserve.orchestrator.config.tls import certificate_error, client_context, tls_reason
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Awaitable, Callable
+
+    from splitserve.orchestrator.config import TlsConfig
 
 _log = logging.getLogger(__name__)
 
@@ -70,10 +71,12 @@ class RouterLink:
         secret: bytes,
         on_message: Callable[[ToAgent], Awaitable[None]],
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsConfig | None = None,
     ) -> None:
-        """``tls`` is how an ``https`` router is verified."""
-        self._tls = tls
+        """``tls`` is how an ``https`` router is verified. Raises ``ConfigError`` for files that
+        cannot be used.
+        """
+        self._tls = client_context(tls)
         self._said = ""
         """What the log told last of a connection that could not be had."""
         self._connection_lost = asyncio.Event()

@@ -40,9 +40,9 @@ from splitserve.orchestrator.config.schema import (
     RouterConfig,
     SecurityConfig,
     SupervisionConfig,
-    TlsConfig,
     TransferConfig,
 )
+from splitserve.orchestrator.config.tls_schema import TlsConfig
 
 __all__ = [
     "SECRET_ENV",

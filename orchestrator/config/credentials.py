@@ -111,17 +111,17 @@ def tenant_tag(secret: bytes, tenant: str) -> str:
 def _secret_in(file: str, where: str) -> bytes:
     path = Path(file).expanduser()
     text = _read(path, where, "make one with `openssl rand -hex 32`")
-    if _is_open(path.stat()):
+    if not is_closed(path.stat()):
         raise ConfigError([f"{where}: {path} can be read by others; run `chmod 600 {path}`"])
     return _decoded(text, f"{where}: {path}")
 
 
-def _is_open(found: os.stat_result) -> bool:
-    """Whether more people can read a file than its owner. An administrator may give it to a group:
-    Kubernetes mounts secrets for those without root that way.
+def is_closed(found: os.stat_result) -> bool:
+    """Whether only a file's owner can read it. An administrator may give it to a group: Kubernetes
+    mounts secrets for processes without root that way.
     """
     group = stat.S_IRWXG if found.st_uid != 0 or found.st_gid == 0 else stat.S_IWGRP
-    return bool(found.st_mode & (group | stat.S_IRWXO))
+    return not found.st_mode & (group | stat.S_IRWXO)
 
 
 def tenants_by_key(config: ClusterConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from splitserve.orchestrator.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.config.schema import TlsConfig
+    from splitserve.orchestrator.config.tls_schema import TlsConfig
 
 _log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from ssl import CERT_REQUIRED
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.config.checks import is_loopback
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig, NodeConfig
 
 API_KEY_ENV = "VLLM_API_KEY"
@@ -146,9 +145,13 @@ def _tls_arguments(config: ClusterConfig) -> list[str]:
     tls = config.security.tls
     if tls is None:
         return []
-    argv = ["--ssl-certfile", tls.cert_file, "--ssl-keyfile", tls.key_file, "--enable-ssl-refresh"]
+    files = {"--ssl-certfile": tls.cert_file, "--ssl-keyfile": tls.key_file}
     if tls.client_ca_file is not None:
-        argv += ["--ssl-ca-certs", tls.client_ca_file, "--ssl-cert-reqs", str(int(CERT_REQUIRED))]
+        files["--ssl-ca-certs"] = tls.client_ca_file
+    argv = ["--enable-ssl-refresh"]
+    argv += ["--ssl-cert-reqs", str(int(CERT_REQUIRED))] if tls.client_ca_file is not None else []
+    for flag, file in files.items():
+        argv += [flag, str(Path(file).expanduser())]
     return argv
 
 

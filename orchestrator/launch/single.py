@@ -155,7 +155,7 @@ def _named(source: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        where = f"{source}, on {socket.gethostname()},"
+        where = f"{source} (on {socket.gethostname()})"
         raise ConfigError(error.problems, where) from error
 
 

@@ -133,7 +133,6 @@ async def start(
 ) -> Router:
     """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
     core = RouterCore(limits_of(config))
-    tls = config.security.tls
     incidents = Incidents()
     agents = AgentHub(secret, incidents, scheme=scheme_of(config))
     ttft_ms = config.policy.autotune.ttft_ms
@@ -148,6 +147,7 @@ async def start(
         metrics.count_traces(spans)
     log = RequestLog(log_stream, config.observability.timeline_requests, spans)
     log.on_final.append(metrics.account_for)
+    tls = config.security.tls
     client = EngineClient(
         connect_timeout_s=config.router.connect_timeout_s, tls=client_context(tls)
     )

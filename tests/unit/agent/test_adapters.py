@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from splitserve.orchestrator.agent.adapters import ADAPTERS_LIMIT, loaded_adapters
+from splitserve.orchestrator.agent.engine_http import EngineHttp
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,7 +47,7 @@ async def test_adapters_are_known_by_their_content(tmp_path: Path) -> None:
         (tmp_path / folder / "adapter_config.json").write_text("{}")
     cards = [card(name, str(tmp_path / name)) for name in ("one", "same", "other")]
     async with engine({"data": [MODEL, *cards]}) as url:
-        found = await loaded_adapters(url, "key")
+        found = await loaded_adapters(EngineHttp(url, "key"))
     assert found.keys() == {"one", "same", "other"}
     assert found["one"].path == str(tmp_path / "one")
     assert found["one"].content == found["same"].content != found["other"].content
@@ -55,7 +56,7 @@ async def test_adapters_are_known_by_their_content(tmp_path: Path) -> None:
 async def test_an_adapter_without_files_here() -> None:
     """One of the Hub is known by its name."""
     async with engine({"data": [card("a", "org/a"), card("b", "org/b")]}) as url:
-        found = await loaded_adapters(url, "key")
+        found = await loaded_adapters(EngineHttp(url, "key"))
     assert found["a"].content != found["b"].content
 
 
@@ -67,7 +68,7 @@ async def test_an_engine_that_does_not_say(
 ) -> None:
     """Serves its model only, and the log tells why."""
     async with engine(answer, status) as url:
-        assert await loaded_adapters(url, "key") == {}
+        assert await loaded_adapters(EngineHttp(url, "key")) == {}
     assert "does not say which adapters" in caplog.text
 
 
@@ -75,5 +76,5 @@ async def test_their_number_is_bounded(caplog: pytest.LogCaptureFixture) -> None
     """The router's frame has a bound; what is left out is said."""
     cards = [card(f"a{number}", "org/a") for number in range(ADAPTERS_LIMIT + 1)]
     async with engine({"data": cards}) as url:
-        assert len(await loaded_adapters(url, "key")) == ADAPTERS_LIMIT
+        assert len(await loaded_adapters(EngineHttp(url, "key"))) == ADAPTERS_LIMIT
     assert f"of {ADAPTERS_LIMIT + 1} adapters" in caplog.text

@@ -41,6 +41,24 @@ async def test_probes_tell_how_far_a_node_is(free_port: Callable[[], int]) -> No
         probe.bind(("127.0.0.1", port))
 
 
+@pytest.mark.parametrize(
+    ("phase", "is_connected", "refused", "obstacle"),
+    [
+        ("ready", True, "", ""),
+        ("ready", True, "another model", "another model"),
+        ("ready", False, "", "no connection to the router"),
+        ("ready", False, "another secret", "another secret"),
+        ("draining", True, "", "the node is draining"),
+        ("dead", True, "another model", "the node is dead"),
+    ],
+)
+def test_a_node_is_ready_when_the_router_uses_it(
+    phase: str, is_connected: bool, refused: str, obstacle: str
+) -> None:
+    """Otherwise the probe says why not."""
+    assert Health.of(True, phase, is_connected, refused) == Health(True, obstacle)
+
+
 async def test_a_port_that_is_taken_is_told() -> None:
     """``OSError``, and nothing is left to close."""
     with socket.socket() as taken:

@@ -312,7 +312,7 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gener
     found = Generator()
     monkeypatch.setattr(bench, "measure", found.measure)
     monkeypatch.setattr(bench, "check_installed", lambda dataset: "1")
-    monkeypatch.setattr(bench_server, "_models", lambda url, key: (200, MODELS))
+    monkeypatch.setattr(bench_server, "_models", lambda url, key, ca_file: (200, MODELS))
     monkeypatch.setattr(bench, "_about", lambda running: {"name": "mock"})
     files = ClusterFiles("mock")
     with files.lock():
@@ -440,7 +440,7 @@ def test_servers_are_asked_for_their_model(monkeypatch: pytest.MonkeyPatch) -> N
     """Its name and limit; refusals name the variable of the key."""
     answers: dict[str, Any] = {"status": 200, "body": MODELS}
     monkeypatch.setattr(
-        bench_server, "_models", lambda url, key: (answers["status"], answers["body"])
+        bench_server, "_models", lambda url, key, ca_file: (answers["status"], answers["body"])
     )
     server = bench_server.compared_server("http://o:9/v1/", None)
     assert server == Server("http://o:9", "http://o:9", "mock", 2048, "")

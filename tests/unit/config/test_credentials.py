@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
 from splitserve.orchestrator.config import (
     SECRET_ENV,
+    SECRET_FILE_ENV,
     ClusterConfig,
     ConfigError,
     cluster_secret,
     parse,
     secret_for,
+    secret_variables,
+    shared_secret,
     tenants_by_key,
 )
+from splitserve.orchestrator.config.credentials import is_closed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,3 +103,46 @@ def test_one_key_for_two_tenants_is_refused() -> None:
     config = config_with("{api_keys: [{tenant: a, key_env: K}, {tenant: b, key_env: K}]}")
     with pytest.raises(ConfigError, match="already given to tenant 'a'"):
         tenants_by_key(config, {"K": "same"})
+
+
+def test_the_environment_goes_before_the_yaml(tmp_path: Path) -> None:
+    """A variable with the secret, then one with its file, then the YAML's file."""
+    files = []
+    for digits in ("ab", "cd"):
+        path = tmp_path / digits
+        path.write_text(digits * 16)
+        path.chmod(0o600)
+        files.append(path)
+    config = config_with(f"{{secret_file: {files[0]}}}")
+    environ = {SECRET_FILE_ENV: str(files[1])}
+    assert shared_secret(config, {}) == bytes([0xAB] * 16)
+    assert shared_secret(config, environ) == secret_for(config, environ) == bytes([0xCD] * 16)
+    assert shared_secret(config, environ | {SECRET_ENV: "ef" * 16}) == bytes([0xEF] * 16)
+    assert cluster_secret(environ) == bytes([0xCD] * 16)
+    with pytest.raises(ConfigError, match="give every host the same one"):
+        shared_secret(config_with("{}"), {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "is_fine"),
+    [
+        (0o400, 1000, 1000, True),
+        (0o440, 1000, 1000, False),
+        (0o440, 0, 1000, True),
+        (0o460, 0, 1000, False),
+        (0o440, 0, 0, False),
+        (0o444, 0, 1000, False),
+    ],
+)
+def test_a_group_may_read_what_root_has_given_it(
+    mode: int, user: int, group: int, is_fine: bool
+) -> None:
+    """As Kubernetes mounts secrets; nobody else may, nor may a group write."""
+    found = os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))
+    assert is_closed(found) is is_fine
+
+
+def test_no_engine_inherits_what_is_the_routers() -> None:
+    """The cluster's secrets and the clients' keys."""
+    config = config_with("{api_keys: [{tenant: a, key_env: A_KEY}, {tenant: b, key_file: /b}]}")
+    assert secret_variables(config) == {SECRET_ENV, CACHE_SECRET_ENV, "A_KEY"}

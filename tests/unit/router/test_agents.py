@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 import pytest
@@ -10,7 +11,7 @@ from router_stubs.cluster import stub_cluster, until
 from router_stubs.core_story import description
 from router_stubs.engine import DONE, SSE
 
-from splitserve.orchestrator.agent.auth import agent_token
+from splitserve.orchestrator.agent.auth import HOST_HEADER, agent_token
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
     EngineDied,
@@ -44,6 +45,54 @@ async def test_a_node_is_welcomed_and_one_that_differs_is_refused() -> None:
         assert "p0 has tcp" in status["refused"]["d0"]
         assert "d0 has local" in status["refused"]["d0"]
         assert list(status["nodes"]) == ["p0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"version": "0.0.1"}, "far.example has splitserve 0.0.1, the router has"),
+        ({"engine_url": "https://10.0.0.9:1"}, "give both the same security.tls"),
+        ({"engine_url": "10.0.0.9:1"}, "engine_url must look like"),
+    ],
+)
+async def test_a_node_that_speaks_otherwise_is_refused(
+    changes: dict[str, str], expected: str
+) -> None:
+    """The reason names its machine and what to do, and is in the status until it comes back
+    well.
+    """
+    async with stub_cluster("p0", "d0") as cluster:
+        agent = cluster.agents["d0"]
+        told = {"incarnation": "d0-2", "host": "far.example"}
+        other = description("d1", **(told | changes))
+        await agent.say(AgentHello(description=other, role="decode"))
+        await until(lambda: any(isinstance(frame, RefuseNode) for frame in agent.frames))
+        (reason,) = [frame.reason for frame in agent.frames if isinstance(frame, RefuseNode)]
+        assert expected in reason
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert status["refused"] == {"d1": reason}
+        await cluster.add_node("d1")
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert status["refused"] == {}
+
+
+async def test_clocks_that_differ_and_agents_with_another_secret_are_told() -> None:
+    """Each as one incident that names the machine; the node is used all the same."""
+    async with stub_cluster("p0", "d0") as cluster:
+        for host in ("lost.example", "lost.example"):
+            headers = {"Authorization": "Bearer wrong", HOST_HEADER: host}
+            with pytest.raises(aiohttp.WSServerHandshakeError):
+                await cluster.session.ws_connect(f"{cluster.url}/internal/agents", headers=headers)
+        told = description("d1", host="late.example", engine_url="http://127.0.0.1:1")
+        hello = AgentHello(description=told, role="decode", unix_s=time.time() - 3600)
+        await cluster.agents["d0"].say(hello)
+        await until(lambda: "d1" in cluster.router.core.membership.nodes)
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        texts = {found["kind"]: found["text"] for found in status["incidents"]}
+        assert "late.example is 3600.0 s behind the router's; run NTP" in texts["clock_skew"]
+        strangers = [f for f in status["incidents"] if f["kind"] == "refused"]
+        assert [found["count"] for found in strangers] == [1]
+        assert "lost.example has another cluster secret" in strangers[0]["text"]
 
 
 async def test_a_death_is_announced_to_all_agents() -> None:

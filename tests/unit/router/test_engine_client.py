@@ -260,8 +260,16 @@ async def test_pause_stops_reading(rig: Rig) -> None:
     assert heard.body == b"abcd"
 
 
-@pytest.mark.parametrize("url", ["https://a:1", "http://a", "a:1", "http://:1", "http://a:b"])
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://a", "a:1", "http://:1", "http://a:b"])
 def test_only_plain_addresses_are_understood(url: str) -> None:
     """The error says how one looks."""
     with pytest.raises(ValueError, match="http://host:port"):
         EngineAddress.of(url)
+
+
+def test_addresses_may_be_ipv6_and_speak_tls() -> None:
+    """Shown to people as URLs write them."""
+    address = EngineAddress.of("https://[fd00::2]:8101")
+    assert address == EngineAddress("fd00::2", 8101, is_tls=True)
+    assert address.shown == "[fd00::2]:8101"
+    assert not EngineAddress.of("http://a:1").is_tls
