@@ -78,7 +78,8 @@ def pod_config(config: ClusterConfig, names: Names) -> PodConfig:
     data.setdefault("observability", {}).pop("log_dir", None)
     router_env, key_files = _security(config, data, names)
     profile = _profile(config, data)
-    cache_text, cache_env, disks = "", (), {}
+    cache_text, disks = "", dict[str, str]()
+    cache_env: tuple[Manifest, ...] = ()
     if config.cache is not None:
         cache_text, cache_env, disks = _cache(config, config.cache, data, names)
     tracing: tuple[Manifest, ...] = ()
