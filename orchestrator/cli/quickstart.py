@@ -58,7 +58,7 @@ def quickstart(ctx: click.Context, config: str, prompt: str) -> None:
         ctx.invoke(prepare_command, name=path)
     prepared = plan(config, os.environ)
     keys = list(tenants_by_key(prepared.config, os.environ))
-    console = Console()
+    console = Console(markup=False)
 
     async def ask(url: str) -> None:
         model = prepared.config.model.name
