@@ -14,7 +14,11 @@ own, whose CPU time is told beside the router's. Client, engines, routers, colle
 processes share the machine's cores, so with few cores the ratio of throughputs holds what all of
 them cost together; the router's own CPU time per request does not.
 
-    python benchmarks/observability.py --rounds 9 --output benchmarks/results/observability.json
+Before that, the same variants without sockets, in one thread: what a request takes there is CPU
+time that other processes hardly change, so the difference is known to a fraction of a microsecond
+also on a machine that is not quiet (scrapes are left out).
+
+    python benchmarks/observability.py --output benchmarks/results/observability.json
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import argparse
 import json
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 import threading
@@ -34,16 +39,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 from harness import fake_collector, fake_engines
+from harness.desk import Desk
 from harness.fake_engines import MODEL, SECRET
 from harness.http_load import Row, Target, load
 from router import KEY, answer_of, free_ports, spread, start, wait_for
 
 SCRAPE_INTERVAL_S = 1.0
-SETTLE_S = 2.5
-"""Without CPU time of the helpers; records wait up to 1.5 s for what nodes know."""
+SETTLE_S = 1.0
+"""Without CPU time of the helpers: longer than a batch of spans waits for others."""
 SETTLE_LIMIT_S = 20.0
 BASE = "off"
+DESK_ROW = Row("desk", 1, True)
+DESK_REQUESTS = 100
+DESK_ROUNDS = 300
 GOAL = 0.97
 """Least share of the throughput that is to be left."""
 
@@ -176,6 +186,44 @@ def summarise(row: Row, runs: dict[str, list[dict[str, float]]]) -> dict[str, An
     return result
 
 
+def measure_desk(rounds: int) -> dict[str, Any]:
+    """Microseconds of CPU per request of each variant without sockets, and what each adds."""
+
+    async def run(folder: Path) -> dict[str, list[float]]:
+        desks = {}
+        for name, observability in VARIANTS.items():
+            log = (folder / f"desk-{name}.log").open("wb")
+            ratio = observability.get("tracing", {}).get("sample_ratio")
+            is_logged = observability["log_level"] == "info"
+            desks[name] = Desk(
+                prefix_routing=True, log=log if is_logged else None, sample_ratio=ratio
+            )
+        found: dict[str, list[float]] = {name: [] for name in desks}
+        for number in range(rounds + 1):
+            names = list(desks)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                took = desks[name].serve(DESK_ROW, DESK_REQUESTS)
+                if number:  # The first round warms up
+                    found[name].append(took)
+        for desk in desks.values():
+            desk.close()
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = uvloop.run(run(Path(folder)))
+    result = {}
+    print(f"\nwithout sockets, {DESK_REQUESTS} requests a turn, {rounds} rounds")
+    for name, values in found.items():
+        added = spread([one - base for one, base in zip(values, found[BASE], strict=True)])
+        least = min(values) - min(found[BASE])
+        result[name] = {"cpu_us": spread(values), "added_us": added, "added_to_least_us": least}
+        print(
+            f"  {name:16} {statistics.median(values):6.1f} us [{min(values):.1f}-{max(values):.1f}]"
+            f"  added: median {added['median']:+.1f} us, between the quickest turns {least:+.1f} us"
+        )
+    return result
+
+
 def counted(port: int) -> dict[str, float]:
     """What became of traced requests."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -252,7 +300,7 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"  {name:16} {rate['median']:7.0f} [{rate['min']:.0f}-{rate['max']:.0f}] requests/s"
             f"  of off: {ratio['median']:.3f} [{ratio['min']:.2f}-{ratio['max']:.2f}]"
-            f"  CPU per request: router {cpu['median']:.0f} us"
+            f"  CPU per request: router {cpu['median']:.0f} us, least {cpu['min']:.0f}"
             f" ({found['router_cpu_ratio']['median']:.3f} of off),"
             f" spans {found['spans_cpu_us_per_request']['median']:.0f} us"
             f"  p50 {found['p50_ms']['median']:.2f} ms"
@@ -262,12 +310,16 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per row")
-    parser.add_argument("--seconds", type=float, default=1.5, help="length of one turn")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per row")
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of one turn")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--desk", action="store_true", help="only without sockets")
     parser.add_argument("--output", type=Path, help="file for the results (JSON)")
     arguments = parser.parse_args()
-    results = measure(arguments.rounds, arguments.seconds, arguments.only)
+    desk = measure_desk(DESK_ROUNDS)
+    if arguments.desk:
+        return
+    results = measure(arguments.rounds, arguments.seconds, arguments.only) | {"desk": desk}
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 

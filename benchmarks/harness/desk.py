@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from harness.fake_engines import HELD_MARKS, MODEL
 
@@ -43,14 +43,31 @@ class NoEngines:
         return Leg(self, address, payload, listener)  # type: ignore[arg-type]
 
 
-class Desk:
-    """One router, to be used inside a running event loop."""
+class NoSpans:
+    """Where the process that makes spans would be: takes its records."""
 
-    def __init__(self, *, prefix_routing: bool) -> None:
+    def send(self, lines: list[bytes]) -> None:
+        """As they go into the pipe."""
+        b"".join(lines)
+
+
+class Desk:
+    """One router, to be used inside a running event loop. ``log`` takes a line per request;
+    ``sample_ratio`` of the requests are traced, None without traces.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix_routing: bool,
+        log: IO[bytes] | None = None,
+        sample_ratio: float | None = None,
+    ) -> None:
         from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
         from splitserve.orchestrator.config import ClusterConfig
         from splitserve.orchestrator.core import events as ev
         from splitserve.orchestrator.core.router_core import RouterCore
+        from splitserve.orchestrator.observe.trace_context import TraceIds
         from splitserve.orchestrator.router.agents import AgentHub
         from splitserve.orchestrator.router.api import Api
         from splitserve.orchestrator.router.app import limits_of
@@ -60,6 +77,7 @@ class Desk:
         from splitserve.orchestrator.router.metrics import RouterMetrics
         from splitserve.orchestrator.router.recordings import Recordings
         from splitserve.orchestrator.router.request_log import RequestLog
+        from splitserve.orchestrator.router.scrapes import Scrapes
         from splitserve.orchestrator.router.tenants import Tenants
 
         self._events = ev
@@ -73,13 +91,16 @@ class Desk:
         core, secret = RouterCore(limits_of(config)), bytes(32)
         incidents = Incidents()
         agents = AgentHub(secret, incidents)
-        metrics, log = RouterMetrics(core), RequestLog(None, 1_024)
-        log.on_final.append(metrics.account_for)
-        events = EventStreams(dict, log, incidents)
+        metrics = RouterMetrics(core)
+        trace_ids = None if sample_ratio is None else TraceIds(sample_ratio, random.Random(1))
+        spans: Any = None if sample_ratio is None else NoSpans()
+        self._log = request_log = RequestLog(log, 1_024, spans)
+        request_log.on_final.append(metrics.account_for)
+        events = EventStreams(dict, request_log, incidents)
 
         def on_end(timeline: Any, tally: Any) -> None:
             metrics.observe(timeline)
-            log.add(timeline, tally, agents.facts_of(timeline))
+            request_log.add(timeline, tally, agents.facts_of(timeline))
 
         engines: Any = NoEngines()
         self._driver = CoreDriver(core, engines, agents, secret, on_end, incidents)
@@ -89,7 +110,7 @@ class Desk:
             self._driver,
             tenants,
             metrics,
-            log,
+            request_log,
             agents.transfers,
             MODEL,
             frozenset(),
@@ -98,6 +119,8 @@ class Desk:
             dict,
             incidents,
             events,
+            Scrapes(metrics, None),
+            trace_ids=trace_ids,
         )
         self._states = []
         for name in NODES:
@@ -147,6 +170,7 @@ class Desk:
             tell(ev.PrefillAnswered(own_id, 1, 200))
             tell(ev.FirstDataArrived(own_id, 1))
             tell(ev.DecodeEnded(own_id, 1))
+        self._log.flush()
         took_ns = time.thread_time_ns() - start_ns
         if self._driver.exchanges:
             raise ValueError("a request has not ended")

@@ -28,6 +28,7 @@ from splitserve.orchestrator.agent.description import describe
 from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, engine_environment
+from splitserve.orchestrator.agent.health import Health
 from splitserve.orchestrator.agent.life import Life
 from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
@@ -140,6 +141,11 @@ class Agent:
             life.drain = Drain(incarnation=life.incarnation, restarts=False)
             self._set_phase("draining")
         self._leaving = asyncio.ensure_future(self._leave())
+
+    def health(self) -> Health:
+        """What a supervisor's probes are told."""
+        has_started = self._has_served or (self._life is not None and self._life.was_ready)
+        return Health.of(has_started, self.phase, self._link.connected, self._refused)
 
     async def _leave(self) -> None:
         """The drain has an end, and nobody is waited for who is gone."""
@@ -275,6 +281,7 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
+        life.engine.log.begin_serving()
         described = describe(
             self._config, self.node, life, description, self._flip_obstacle, adapters
         )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.engine_endpoint import EngineEndpointClient
 from splitserve.orchestrator.agent.agent import EXIT_FAULT, Agent
+from splitserve.orchestrator.agent.health import HealthServer
 from splitserve.orchestrator.agent.processes import become_subreaper
 from splitserve.orchestrator.config import ConfigError
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
-
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +31,13 @@ def run(
     secret: bytes,
     router_url: str,
     run_dir: Path,
+    health_port: int | None = None,
 ) -> int:
     """Run the node until it has ended; returns one of ``agent.EXIT_*``.
 
     SIGTERM and SIGINT stop it. ``run_dir`` is a folder of this user, for its status and for what
-    the next agent of the node must know.
+    the next agent of the node must know. Probes are answered on ``health_port`` of the node's host,
+    if one is given.
     """
     logging.basicConfig(
         level=config.observability.log_level.upper(),
@@ -64,9 +66,17 @@ def run(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
+        health = HealthServer(agent.health)
+        try:
+            if health_port is not None:
+                await health.listen(node.host, health_port)
+        except OSError as error:
+            _log.error("cannot listen on %s:%d (--health-port): %s", node.host, health_port, error)
+            return EXIT_FAULT
         try:
             return await agent.run()
         finally:
+            await health.close()
             if spans is not None:
                 await asyncio.to_thread(spans.close, SPANS_CLOSE_S)
 

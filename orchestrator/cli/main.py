@@ -18,6 +18,7 @@ from splitserve.orchestrator.cli.model import model
 from splitserve.orchestrator.cli.profile import profile
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
+from splitserve.orchestrator.cli.render import render
 from splitserve.orchestrator.cli.simulate import simulate_command
 from splitserve.orchestrator.cli.single import cache_server, node, router_command
 from splitserve.orchestrator.cli.top import top
@@ -43,7 +44,7 @@ def version() -> None:
 
 for command in (up, status, top, trace, down, drain, restart, flip, cache):
     main.add_command(command)
-for command in (node, router_command, cache_server):
+for command in (node, router_command, cache_server, render):
     main.add_command(command)
 for command in (bench, profile, record, simulate_command, tune_command):
     main.add_command(command)

@@ -33,8 +33,21 @@ if TYPE_CHECKING:
 @click.option("--host", metavar="ADDRESS", help="Where the node listens on this machine.")
 @click.option("--advertise-host", metavar="ADDRESS", help="Where the router and other nodes find "
     "it, when that is not where it listens.")  # fmt: skip
+@click.option("--cpus", metavar="N", type=click.IntRange(min=1), help="How many CPUs it has, "
+    "instead of which ones the YAML says: those of its container.")  # fmt: skip
+@click.option("--own-address", is_flag=True, help="No other node has its address: it takes the "
+    "first of the YAML's fixed ports, whatever its number.")  # fmt: skip
+@click.option("--health-port", metavar="PORT", type=click.IntRange(1, 65535), help="Answer GET "
+    "/livez, /startupz and /readyz where the node listens.")  # fmt: skip
 def node(
-    name: str, cluster: str, router: str | None, host: str | None, advertise_host: str | None
+    name: str,
+    cluster: str,
+    router: str | None,
+    host: str | None,
+    advertise_host: str | None,
+    cpus: int | None,
+    own_address: bool,
+    health_port: int | None,
 ) -> None:
     """Run node NAME (such as prefill-0) of the cluster YAML CLUSTER on this machine: its agent and
     its engine, until SIGTERM.
@@ -43,7 +56,14 @@ def node(
     Exit status 0 after a stop or a drain, 2 when nothing was started, 3 when the engine failed.
     """
     prepared = single_node(
-        cluster, os.environ, name, router=router, host=host, advertise_host=advertise_host
+        cluster,
+        os.environ,
+        name,
+        router=router,
+        host=host,
+        advertise_host=advertise_host,
+        cpus=cpus,
+        has_own_address=own_address,
     )
     from splitserve.orchestrator.agent.run import run
 
@@ -56,6 +76,7 @@ def node(
             secret=prepared.secret,
             router_url=prepared.router_url,
             run_dir=folder,
+            health_port=health_port,
         )
     raise click.exceptions.Exit(status)
 

@@ -41,6 +41,8 @@ class NodeConfig:
     """Where the router and other engines find both; empty: where they listen."""
     scheme: str
     """``https`` with ``security.tls``, else ``http``."""
+    unpinned_cpus: int = 0
+    """Where ``cpus`` is None: how many it may take, whichever they are; 0 when nothing is said."""
 
     @property
     def engine_url(self) -> str:

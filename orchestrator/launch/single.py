@@ -44,6 +44,7 @@ from splitserve.orchestrator.launch.files import (
     tls_files,
     write_private,
 )
+from splitserve.orchestrator.launch.given_cpus import with_given_cpus
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
 from splitserve.orchestrator.launch.ports import node_with_ports
 from splitserve.orchestrator.launch.preflight import check
@@ -95,15 +96,22 @@ def single_node(
     router: str | None = None,
     host: str | None = None,
     advertise_host: str | None = None,
+    cpus: int | None = None,
+    has_own_address: bool = False,
 ) -> SingleNode:
     """The node ``name`` on this machine, which has what it needs. ``host`` is where it listens,
-    ``advertise_host`` where it is found and ``router`` the router's URL, instead of what the YAML
-    says. Raises ``ConfigError``.
+    ``advertise_host`` where it is found, ``router`` the router's URL and ``cpus`` how many CPUs it
+    has, instead of what the YAML says. A node that ``has_own_address`` takes the first of the
+    YAML's fixed ports, whatever its number. Raises ``ConfigError``.
     """
     with _named(source):
         config = _loaded(source)
         secret = shared_secret(config, environ)
         node = _placed(config, name, host, advertise_host)
+        if cpus is not None:
+            node = with_given_cpus(node, cpus, os.sched_getaffinity(0))
+        if has_own_address:
+            node = _with_first_ports(node)
         check(Subject(config, environ, here=frozenset({name}), placed=node))
         url = router if router is not None else fixed_router_url(config)
         found, model = node_with_ports(node), model_of(config)
@@ -175,6 +183,17 @@ def _placed(
                 ]
             )
     return node
+
+
+def _with_first_ports(node: NodeConfig) -> NodeConfig:
+    settings = node.settings
+    return replace(
+        node,
+        http_port=settings.port_base,
+        endpoint_port=settings.port_base and settings.port_base + 1,
+        control_port_base=settings.transfer.port_base,
+        data_port_base=settings.transfer.data_port_base,
+    )
 
 
 @contextmanager

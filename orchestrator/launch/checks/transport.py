@@ -85,6 +85,13 @@ def _pairs(subject: Subject) -> list[tuple[NodeConfig, NodeConfig]]:
 
 def _failed(subject: Subject, writer: NodeConfig, reader: NodeConfig, error: TrialError) -> Problem:
     """What kept a pair from writing to each other."""
+    if error.is_late:
+        return warning(
+            f"{error.node.pool}.transfer.transport",
+            f"{error.node.name} could not be measured: {error.why}",
+            "try again when less else computes on its CPUs; a slow disk or name server takes time "
+            "too",
+        )
     why, _, fix = error.why.rpartition("; ")
     named = subject.config.pool(error.node.pool).env
     keys = [f"{error.node.pool}.env.{name}" for name in named if name.startswith("UCX_")]
@@ -106,7 +113,7 @@ def _slow(subject: Subject, writer: NodeConfig, result: PairResult) -> Iterator[
             _ucx_keys(subject) or keys,
             f"between {pair} UCX chose {result.lane}, and a copy from process to process ("
             f"{COPY_LANE}) would be many times faster on one host",
-            "leave UCX_TLS out or add `cma` to it; if `rights` complains, give the right first",
+            _ucx_remedy(subject, name),
         )
     elif result.share < LEAST_SHARE[name]:
         yield warning(
@@ -139,6 +146,14 @@ def _ucx_keys(subject: Subject) -> tuple[str, ...]:
         if "UCX_TLS" in subject.config.pool(pool).env
     ]
     return tuple(own) or (("UCX_TLS",) if "UCX_TLS" in subject.environ else ())
+
+
+def _ucx_remedy(subject: Subject, name: str) -> str:
+    if _ucx_keys(subject):
+        return "leave UCX_TLS out, or add `cma` to it"
+    if name == "ucx":
+        return "use `nixl` or `local`, which copy"
+    return "give the right that the check `rights` names, or use `local` to be refused without it"
 
 
 def _in_words(result: PairResult) -> str:

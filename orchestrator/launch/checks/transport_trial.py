@@ -36,16 +36,18 @@ BANDWIDTH_BUDGET_S = 0.4
 COPY_BUDGET_S = 0.2
 _SAID_LIMIT_BYTES = 1 << 20
 _BLOCK = re.compile(r"(?:ucp_put\*|ucp_tag_send\*)")
-_ROW = re.compile(r"\|\s*[\d.]+(?:\.\.(?:inf|[\d.]+))?\s*\|[^|]*\|\s*([^|]*?)\s*\|\s*$")
+_ROW = re.compile(r"\|\s*\d+[KMG]?(?:\.\.(?:inf|\d+[KMG]?))?\s*\|[^|]*\|\s*([^|]*?)\s*\|\s*$")
 _TITLE = re.compile(r"\|[^|]*(?:intra|inter)-node cfg#")
 
 
 class TrialError(Exception):
     """A side could not be set up, or bytes did not arrive; the message says whose and why."""
 
-    def __init__(self, node: NodeConfig, why: str) -> None:
+    def __init__(self, node: NodeConfig, why: str, *, is_late: bool = False) -> None:
         self.node = node
         self.why = why
+        self.is_late = is_late
+        """It only took too long, which a busy machine explains too."""
         super().__init__(f"{node.name}: {why}")
 
 
@@ -148,14 +150,14 @@ def lane_in(said: str) -> str:
     """
     lane, is_between, is_write = "", False, False
     for line in said.splitlines():
-        if _TITLE.search(line):
-            is_between, is_write = True, False
-        elif "self cfg#" in line:
-            is_between = is_write = False
-        elif is_between and _BLOCK.search(line):
+        if "cfg#" in line and "|" in line:
+            is_between, is_write = _TITLE.search(line) is not None, False
+        if is_between and _BLOCK.search(line):
             is_write = True
         elif is_write and (row := _ROW.search(line)):
             lane = row.group(1)
+        elif is_write and "from host memory" in line:
+            is_write = False
     return lane
 
 
@@ -214,7 +216,7 @@ class _Side:
         while b"\n" not in self._pending:
             left = end - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise TrialError(self.node, f"no answer in {limit_s:g} s")
+                raise TrialError(self.node, f"no answer in {limit_s:g} s", is_late=True)
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 raise TrialError(self.node, self._ending())

@@ -22,8 +22,17 @@ SAID = """
 [1.3] [vm:1:0]   | 16516..inf | multi-frag copy-in | tcp/lo        |
 """
 
+OLDER = """
+[1.1] [vm:1:0]   | context_0 intra-node cfg#0 | tagged message by ucp_tag_send* from host memory |
+[1.1] [vm:1:0]   |                          0 | eager short                              | tcp/lo |
+[1.1] [vm:1:0]   |                 16353..inf | (?) rendezvous fragmented copy-in        | tcp/lo |
+[1.2] [vm:1:0]   | context_0 self cfg#1       | tagged message by ucp_tag_send* from host memory |
+[1.2] [vm:1:0]   |                     8K..inf | (?) rendezvous zero-copy                | self/m |
+"""
+
 
 def test_what_ucx_chose() -> None:
     """The last row of the writes to another process counts: large pages go by it."""
     assert lane_in(SAID) == "cma/memory"
+    assert lane_in(OLDER) == "tcp/lo"
     assert lane_in("nothing\n| of | that | kind |\n") == ""
