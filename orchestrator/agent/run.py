@@ -12,6 +12,7 @@ from splitserve.kv_transfer.engine_endpoint import EngineEndpointClient
 from splitserve.orchestrator.agent.agent import EXIT_FAULT, Agent
 from splitserve.orchestrator.agent.health import HealthServer
 from splitserve.orchestrator.agent.processes import become_subreaper
+from splitserve.orchestrator.config import ConfigError
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
@@ -79,4 +80,8 @@ def run(
             if spans is not None:
                 await asyncio.to_thread(spans.close, SPANS_CLOSE_S)
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    except ConfigError as error:
+        _log.error("%s", error)
+        return EXIT_FAULT

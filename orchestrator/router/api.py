@@ -91,6 +91,7 @@ class Api:
         events: EventStreams,
         scrapes: Scrapes,
         adapters: frozenset[str] = frozenset(),
+        scheme: str = "http",
         trace_ids: TraceIds | None = None,
         no_prompt_logprobs: str = "",
     ) -> None:
@@ -121,6 +122,7 @@ class Api:
         self._client_paths = frozenset(PATHS.values()) | {e.path for e in FORWARDED}
         self._models = (served_name,)
         self._adapters = adapters
+        self._scheme = scheme
         self._response_ids = ResponseIds(driver.secret, driver.core.membership)
         self._forwarding = Forwarding(driver, tenants, self._response_ids, self._new_id, trace_ids)
         self._started_unix_s = int(time.time())
@@ -365,7 +367,7 @@ class Api:
 
     def _show_targets(self, request: HttpRequest, connection: HttpConnection) -> None:
         self._only_for_operators(request)
-        targets = targets_of(self._driver.core, request.header(b"host"))
+        targets = targets_of(self._driver.core, request.header(b"host"), self._scheme)
         _send_json(connection, 200, targets)
 
     def _record(self, request: HttpRequest, connection: HttpConnection) -> None:

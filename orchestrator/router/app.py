@@ -191,6 +191,7 @@ async def start(
         events,
         scrapes,
         config.decode.engine_args.adapters,
+        scheme_of(config),
         trace_ids,
         no_prompt_logprobs(config),
     )

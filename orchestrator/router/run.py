@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.router.app import CannotListenError
 from splitserve.orchestrator.router.app import run as serve
 
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 GC_THRESHOLD_OBJECTS = 20_000
 """Objects between two looks for cycles among the young ones (Python's own value is 700)."""
 
+EXIT_REFUSED = 2
+"""The configuration, or a file that it names, cannot be used."""
 EXIT_CANNOT_LISTEN = 3
 """The address is taken, or is none of this machine."""
 
 
 def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) -> int:
-    """Serve until SIGTERM or SIGINT; returns 0, or ``EXIT_CANNOT_LISTEN``."""
+    """Serve until SIGTERM or SIGINT; returns 0, ``EXIT_REFUSED`` or ``EXIT_CANNOT_LISTEN``."""
     logging.basicConfig(
         level=config.observability.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -37,6 +40,9 @@ def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) 
     gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 50)
     try:
         uvloop.run(serve(config, secret, tenant_by_key))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
     except CannotListenError as error:
         print(error, file=sys.stderr)
         return EXIT_CANNOT_LISTEN

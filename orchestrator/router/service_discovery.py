@@ -21,14 +21,17 @@ HTTP_SD_PATH = "/internal/http_sd"
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 
 
-def targets_of(core: RouterCore, asked_host: bytes | None) -> list[dict[str, Any]]:
-    """The router, by the name by which it was asked, and the engines. Raises ``ApiError`` 400 for
-    who does not say whom he asks.
+def targets_of(core: RouterCore, asked_host: bytes | None, scheme: str) -> list[dict[str, Any]]:
+    """The router, by the name by which it was asked, and the engines; all speak ``scheme``. Raises
+    ``ApiError`` 400 for who does not say whom he asks.
     """
     host = (asked_host or b"").decode("latin-1")
     if not _HOST.fullmatch(host):
         raise ApiError(400, "send a Host header: it is the router's own address in the answer")
-    groups: list[dict[str, Any]] = [{"targets": [host], "labels": {"component": "router"}}]
+    # Prometheus' own name; without it a target is asked by HTTP
+    spoken = {"__scheme__": scheme} if scheme != "http" else {}
+    router = {"component": "router", **spoken}
+    groups: list[dict[str, Any]] = [{"targets": [host], "labels": router}]
     for name, node in sorted(core.membership.nodes.items()):
         address = urlsplit(node.description.engine_url).netloc
         labels = {
@@ -36,6 +39,7 @@ def targets_of(core: RouterCore, asked_host: bytes | None) -> list[dict[str, Any
             "role": node.role,
             "node": name,
             "pool": node.description.pool,
+            **spoken,
         }
         groups.append({"targets": [address], "labels": labels})
     return groups

@@ -133,6 +133,15 @@ async def test_a_cluster_on_ipv6_and_names_serves_https(
         url = f"{root}/internal/timeline/{request_id}"
         async with session.get(url, headers=named.operator(), ssl=context) as response:
             assert (await response.json())["decision"] == "split"
+        url = f"{root}/internal/http_sd"
+        async with session.get(url, headers=named.operator(), ssl=context) as response:
+            targets = await response.json()
+        assert {target["labels"]["__scheme__"] for target in targets} == {"https"}
+        assert sorted(target["targets"][0].rpartition(":")[0] for target in targets) == [
+            "[::1]",
+            "[::1]",
+            "localhost",
+        ]
         with pytest.raises(aiohttp.ClientError):
             await session.get(f"{root.replace('https', 'http')}/health")
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
@@ -141,10 +150,8 @@ async def test_a_cluster_on_ipv6_and_names_serves_https(
 
 def test_commands_verify_the_router(named: UpProcess) -> None:
     """What asks the router does so by HTTPS, too."""
-    flipped = named.run("flip", "prefill-0", "decode", "--force")
+    flipped = named.run("flip", "prefill-0", "prefill")
     assert flipped.returncode == 0, flipped.stderr
-    back = named.run("flip", "prefill-0", "prefill")
-    assert back.returncode == 0, back.stderr
     assert named.run("status", "--audit").returncode == 0
 
 
