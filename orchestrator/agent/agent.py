@@ -281,6 +281,7 @@ class Agent:
         finally:
             progress.cancel()
         life.was_ready = True
+        life.engine.log.begin_serving()
         described = describe(
             self._config, self.node, life, description, self._flip_obstacle, adapters
         )

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -21,6 +22,9 @@ begun.
 """
 LAST_LINES = 40
 FIRST_ERRORS = 10
+ERROR_AGE_LIMIT_S = 60.0
+"""An engine that serves prints errors of requests, too; those older than this have not ended it."""
+SIGKILLED = 137
 LINE_LIMIT_CHARACTERS = 2000
 
 _EXCEPTION = re.compile(
@@ -97,12 +101,19 @@ class EngineLog:
     the engine might print).
     """
 
-    def __init__(self, path: Path, hide: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hide: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.path = path
+        self._clock = clock
         self.stage = "starting"
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.errors: list[str] = []
-        """The first exceptions printed, without those that only follow from others."""
+        self._errors: dict[str, float] = {}
+        """The first exceptions printed, without those that only follow from others, and when."""
+        self._does_serve = False
         self._hide = [secret for secret in hide if secret]
         self._rest = b""
         self._unwritten_lines = 0
@@ -124,7 +135,18 @@ class EngineLog:
         """What a person needs to see of an engine that ended: its first errors, then its last
         lines.
         """
-        return (*self.errors, *list(self.last_lines)[len(self.errors) :])
+        self._drop_old_errors()
+        return (*self._errors, *list(self.last_lines)[len(self._errors) :])
+
+    def begin_serving(self) -> None:
+        """The engine has loaded: what went wrong until now has not ended it."""
+        self._does_serve = True
+        self._errors.clear()
+
+    def _drop_old_errors(self) -> None:
+        if self._does_serve:
+            since = self._clock() - ERROR_AGE_LIMIT_S
+            self._errors = {text: at for text, at in self._errors.items() if at >= since}
 
     def close(self) -> None:
         """Write what is left and close the file."""
@@ -165,10 +187,11 @@ class EngineLog:
         self.last_lines.append(text)
         self.stage = stage_after(self.stage, text)
         error = _EXCEPTION.match(text)
-        if error is None or _FOLLOW_UP.search(text) or len(self.errors) >= FIRST_ERRORS:
+        if error is None or _FOLLOW_UP.search(text):
             return text
-        if error[1] not in self.errors:
-            self.errors.append(error[1])
+        self._drop_old_errors()
+        if len(self._errors) < FIRST_ERRORS:
+            self._errors.setdefault(error[1], self._clock())
         return text
 
     def _rotate(self) -> None:
@@ -192,8 +215,10 @@ def stage_after(stage: str, line: str) -> str:
 
 def likely_cause(lines: Sequence[str], exit_status: int) -> str:
     """Why an engine ended, in a sentence for people: from its last lines, else from its exit
-    status.
+    status. Who is killed by SIGKILL has not said why: its last lines are about something else.
     """
+    if exit_status == SIGKILLED:
+        return "killed by SIGKILL: by hand, or by the kernel for lack of memory (see `dmesg`)"
     for pattern, cause in CAUSES:
         for line in lines:
             match = pattern.search(line)
@@ -203,8 +228,6 @@ def likely_cause(lines: Sequence[str], exit_status: int) -> str:
     error = next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
     if error is not None:
         return f"ended by {error}"
-    if exit_status == 137:
-        return "killed by SIGKILL: by hand, or by the kernel for lack of memory (see `dmesg`)"
     if exit_status > 128:
         return f"ended by signal {exit_status - 128}"
     return f"ended with status {exit_status}; see its log"

@@ -70,7 +70,7 @@ class Findings:
 
 def show(findings: Findings, picture: Path | None) -> None:
     """Print tables and sentences; ``picture`` is where the picture was written."""
-    console = Console(soft_wrap=not Console().is_terminal, highlight=False)
+    console = Console(soft_wrap=not Console().is_terminal, highlight=False, markup=False)
     ceiling = findings.ceiling
     console.print(
         f"{findings.trace}: {findings.requests:,} requests, {scaled(ceiling.tokens)} prompt tokens"

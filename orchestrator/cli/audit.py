@@ -26,7 +26,7 @@ def show_audit(files: ClusterFiles, record: ClusterRecord, *, as_json: bool) -> 
         nodes = ", ".join(found["nodes"]) or "no node"
         click.echo(f"{files.name}: nothing differs ({nodes})")
     else:
-        Console(soft_wrap=not Console().is_terminal).print(_table(differences))
+        Console(soft_wrap=not Console().is_terminal, markup=False).print(_table(differences))
     if differences:
         raise click.exceptions.Exit(EXIT_DIFFERS)
 

@@ -202,7 +202,7 @@ class Runs:
                 if failed := bench_report.failures(result):
                     click.echo(failed)
         if len(self._servers) > 1:
-            Console().print(bench_report.comparison(results), highlight=False)
+            Console(markup=False).print(bench_report.comparison(results), highlight=False)
         self._point_at_slowest()
         path.write_text(json.dumps({**about, **self._document(results)}) + "\n")
         title = f"{self._servers[0].name}, {self._load.requests} requests"

@@ -90,5 +90,5 @@ def _tenants(tenants: list[dict[str, Any]]) -> Table:
 
 def _console() -> Console:
     """Wide enough for whole rows where nobody reads along."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=200, markup=False)

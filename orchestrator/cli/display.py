@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from splitserve.kv_transfer.cache.settings import tier_names
+from splitserve.orchestrator.cli.figures import printable
 from splitserve.orchestrator.observe.dashboard import DASHBOARD_PATH
 
 if TYPE_CHECKING:
@@ -64,13 +65,13 @@ def stage_of(node: NodeStatus | None) -> str:
     if node is None:
         return "starting"
     if node.refused:
-        return f"refused by the router: {node.refused}"
+        return f"refused by the router: {printable(node.refused)}"
     if node.phase == "loading":
         return f"loading: {node.stage}"
     if node.phase == "ready" and not node.router_connected:
         return "ready, waits for the router"
     if node.phase in ("dead", "failed"):
-        return f"{node.phase}: {node.likely_cause}"
+        return f"{node.phase}: {printable(node.likely_cause)}"
     return node.phase
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from splitserve.orchestrator.cli.figures import printable
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.files import RunningClusterError
@@ -60,4 +61,5 @@ def _lines_of(error: Exception) -> Iterator[str]:
 
 def _tell(lines: Iterator[str]) -> None:
     for line in lines:
-        click.echo(line, err=True)
+        for part in line.splitlines() or [""]:
+            click.echo(printable(part.expandtabs()), err=True)

@@ -103,7 +103,7 @@ def profile(
     if as_json:
         click.echo(write_profile(found), nl=False)
     else:
-        _print(found, measured, Console())
+        _print(found, measured, Console(markup=False))
         click.echo(f"written to {path}")
 
 

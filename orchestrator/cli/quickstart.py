@@ -60,7 +60,7 @@ def quickstart(ctx: click.Context, config: str, prompt: str) -> None:
         ctx.invoke(prepare_command, name=path)
     prepared = plan(config, os.environ)
     keys = list(tenants_by_key(prepared.config, os.environ))
-    console = Console()
+    console = Console(markup=False)
     tls = client_context(prepared.config.security.tls)
 
     async def ask(url: str) -> None:

@@ -197,7 +197,7 @@ def _known(value: float) -> float | None:
 
 
 def _show(found: _Found, prefill: int, decode: int) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     outcome, count = found.outcome, len(found.outcome.arrived_s)
     how = f"{prefill} prefill and {decode} decode nodes" if prefill else f"{decode} nodes, no split"
     console.print(f"{how}: {count:,} requests at {found.rate_per_s:.3g}/s")

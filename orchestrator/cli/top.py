@@ -46,7 +46,7 @@ def top(cluster: str | None, once: bool, interval_s: float) -> None:
     found = files.record()
     if found is None or not files.is_running():
         raise click.exceptions.Exit(not_running(files.name))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     view = View(files, found)
     try:
         if once or not console.is_terminal:

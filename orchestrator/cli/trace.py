@@ -53,7 +53,7 @@ def trace(request_id: str, cluster: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(record, indent=1))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(waterfall(record, console.width), soft_wrap=True)
     if where:
         console.print(f"({where})", style="dim", soft_wrap=True)

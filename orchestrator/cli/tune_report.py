@@ -27,7 +27,10 @@ def show(tuned: Tuned, source: str) -> None:
     """Print the workload, the table over the ratio, and the advice."""
     is_terminal = Console().is_terminal
     console = Console(
-        soft_wrap=not is_terminal, highlight=False, width=None if is_terminal else FILE_WIDTH
+        soft_wrap=not is_terminal,
+        highlight=False,
+        markup=False,
+        width=None if is_terminal else FILE_WIDTH,
     )
     inputs, outputs = tuned.input_tokens, tuned.output_tokens
     console.print(

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from splitserve.kv_transfer.cache.settings import CacheSettings
 from splitserve.kv_transfer.cache.socket_path import is_listening
@@ -56,7 +57,7 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
     if detach:
         _detach(prepared)
         return
-    asyncio.run(run_cluster(prepared, Console()))
+    asyncio.run(run_cluster(prepared, Console(markup=False)))
     click.echo(f"{prepared.config.name} has been stopped")
 
 
@@ -259,12 +260,9 @@ def _cache_state(files: ClusterFiles) -> str:
 
 
 def _print_cluster(facts: dict[str, Any]) -> None:
-    console = Console()
-    console.print(
-        f"[bold]{facts['name']}[/bold]  {facts['phase']}  {facts['url']}  (pid {facts['pid']}, "
-        f"from {facts['source']})",
-        highlight=False,
-    )
+    console = Console(markup=False)
+    about = f"  {facts['phase']}  {facts['url']}  (pid {facts['pid']}, from {facts['source']})"
+    console.print(Text.assemble((facts["name"], "bold"), about), soft_wrap=True)
     if not facts["running"]:
         console.print(f"`splitserve down {facts['name']}` removes what is left", highlight=False)
         return

@@ -10,6 +10,7 @@ inherits.
 
 from __future__ import annotations
 
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config.schema import ApiKeyConfig, ClusterConfig
 
 TENANT_TAG_BYTES = 8
+SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+"""In the names of variables whose values are not shown."""
 
 
 def new_secret() -> bytes:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from splitserve.orchestrator.config.checks import problems_between_keys
+from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.config.errors import ConfigError
 from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
@@ -161,6 +162,8 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
     if kind == "missing":
         return f"{where}: required, but missing"
     value = item.get("input")
+    if kind == HOLDS_SECRET or _may_hold_secret(location):
+        value = _HIDDEN
     if kind in _REMEDIES:
         return f"{where}: {_REMEDIES[kind].format(key=location[-1])}{_got(value)}"
     if kind in ("model_type", "dict_type") and value is None:
@@ -169,9 +172,11 @@ def _sentence(item: Any, tree: yaml.Node | None) -> str:
         return f"{where}: a section with keys{_as_section(location, value)}{_got(value)}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    return f"{where}: {message}" + ("" if kind == HOLDS_SECRET else _got(item.get("input")))
+    return f"{where}: {message}{_got(value)}"
 
 
+_HIDDEN = object()
+"""Stands for a value that is not shown."""
 _REMEDIES = {
     "int_type": "a whole number, without quotes or unit",
     "int_from_float": "a whole number",
@@ -183,12 +188,24 @@ _REMEDIES = {
 """What to write, by pydantic's name of the mistake."""
 
 
+def _may_hold_secret(location: tuple[int | str, ...]) -> bool:
+    """Whether somebody may have written a key or a token there, though none belongs there."""
+    if location[1:2] == ("env",) and len(location) > 2:
+        return SECRET_NAMES.search(str(location[2])) is not None
+    return location[:1] == ("security",) or location[1:2] == ("env",)
+
+
 def _as_section(location: tuple[int | str, ...], value: object) -> str:
     """How a single value is written as a section, where one of its keys is the likely meaning."""
     known = _known_keys(location)
+    if known and value is _HIDDEN:
+        return f", known are: {', '.join(known)}"
     if not known or not isinstance(value, str):
         return ""
-    return f"; write `{location[-1]}: {{{known[0]}: {value}}}`?"
+    section = f"{{{known[0]}: {value}}}"
+    if isinstance(location[-1], int):
+        return f"; write `- {section}`?"
+    return f"; write `{location[-1]}: {section}`?"
 
 
 def _got(value: object) -> str:

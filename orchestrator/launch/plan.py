@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import shlex
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import yaml
 
 from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
 from splitserve.orchestrator.config.cache_checks import shown_url
+from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.engines.command import engine_command
 from splitserve.orchestrator.launch.checks.model import model_of
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.config import ClusterConfig
 
-SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 HIDDEN = "(hidden)"
 
 

@@ -20,7 +20,7 @@ from msgspec import Meta
 from splitserve.orchestrator.models.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
@@ -36,8 +36,10 @@ TOKENIZER_FILES = (
     "tokenization_*.py",
 )
 """Patterns; any of them may be enough."""
-JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""Read by engines where they are there; ``config.json`` is read by ``read_facts``."""
+TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json")
+"""An engine does not start when one of them is there and damaged."""
+DEFAULTS_JSON = ("generation_config.json",)
+"""It starts without them, and their defaults."""
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT_BYTES = 100 * 2**20
 """The format's own limit."""
@@ -201,9 +203,9 @@ def mismatches(folder: Path, facts: ModelFacts) -> Iterator[str]:
             )
 
 
-def broken_json(folder: Path) -> Iterator[str]:
-    """Files beside the weights that are damaged, a clause each."""
-    for path in (folder / name for name in JSON_FILES):
+def broken_json(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Those of the files that are there and damaged, a clause each."""
+    for path in (folder / name for name in names):
         if not path.is_file():
             continue
         try:

@@ -381,9 +381,9 @@ class Api:
         """One request's timeline, to its tenant or to an operator."""
         authorization = request.header(b"authorization")
         is_operator = self._is_operator(authorization)
-        tenant = "" if is_operator else self._tenants.authenticate(authorization)
-        record = self._log.find(request.path.removeprefix(TIMELINE_PATH))
-        if record is None or not (is_operator or record["tenant"] == tenant):
+        tenant = None if is_operator else self._tenants.authenticate(authorization)
+        record = self._log.find(request.path.removeprefix(TIMELINE_PATH), tenant)
+        if record is None:
             raise ApiError(404, "no timeline of a request with that id is kept")
         _send_json(connection, 200, record)
 

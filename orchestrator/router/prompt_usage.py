@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ENDS = b",}"
-WAIT_LIMIT_S = 1.0
+WAIT_LIMIT_S = 5.0
 """Longest that the end of an answer waits for the prefill engine's figures."""
 LINE_LIMIT_BYTES = 64 * 1024
 """Most of an unfinished line of a stream that is held back; no count of tokens is so long."""

@@ -109,10 +109,14 @@ class RequestLog:
                 self.flush()
         self._arm()
 
-    def find(self, client_request_id: str) -> dict[str, Any] | None:
-        """The latest timeline with that X-Request-Id, by what is known now."""
+    def find(self, client_request_id: str, tenant: str | None) -> dict[str, Any] | None:
+        """The tenant's latest timeline with that X-Request-Id, by what is known now; without a
+        tenant anybody's. Others may have chosen the same id.
+        """
         for entry in reversed(self._kept):
-            if entry.tally.client_request_id == client_request_id:
+            if entry.tally.client_request_id == client_request_id and (
+                tenant is None or entry.timeline.tenant == tenant
+            ):
                 return self._record(entry)
         return None
 

@@ -25,7 +25,7 @@ from support.store_servers import S3Server, redis_server
 from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.config import nodes, parse
-from splitserve.orchestrator.launch.checks import memory, software, transport_trial
+from splitserve.orchestrator.launch.checks import limits, memory, software, transport_trial
 from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.checks.transport import transport
 from splitserve.orchestrator.launch.checks.transport_trial import TrialError, try_pair
@@ -420,9 +420,7 @@ def read_only_disk(cluster: Cluster, scene: Scene) -> None:
 
 
 def few_files(cluster: Cluster, scene: Scene) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    scene.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+    lower_limit(scene, resource.RLIMIT_NOFILE, 200)
 
 
 def open_secret(cluster: Cluster, scene: Scene) -> None:
@@ -482,9 +480,17 @@ def log_file(cluster: Cluster, scene: Scene) -> None:
 
 
 def few_addresses(cluster: Cluster, scene: Scene) -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, before[1]))
-    scene.stack.callback(resource.setrlimit, resource.RLIMIT_AS, before)
+    lower_limit(scene, resource.RLIMIT_AS, 12 << 30)
+
+
+def lower_limit(scene: Scene, kind: int, value: int) -> None:
+    """As the check sees it: this process holds what other tests have opened and loaded."""
+    before = resource.getrlimit
+
+    def limit_of(asked: int) -> tuple[int, int]:
+        return (value, resource.RLIM_INFINITY) if asked == kind else before(asked)
+
+    scene.monkeypatch.setattr(limits.resource, "getrlimit", limit_of)
 
 
 def unknown_key(cluster: Cluster, scene: Scene) -> None:

@@ -13,7 +13,9 @@ from splitserve.orchestrator.engines.vllm.known_flags import known_architectures
 from splitserve.orchestrator.launch.finding import Finding, Problem, failure, told, warning
 from splitserve.orchestrator.models.errors import ModelError
 from splitserve.orchestrator.models.folder_facts import (
+    DEFAULTS_JSON,
     ITEM_BYTES,
+    TOKENIZER_JSON,
     broken_json,
     has_chat_template,
     has_tokenizer,
@@ -117,8 +119,10 @@ def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     formats = {_flag(config.pool(pool), "load_format") for pool in POOLS}
     if formats != {"dummy"}:
         wrong += weight_problems(folder)
-    for what in (*wrong, *broken_json(folder)):
+    for what in (*wrong, *broken_json(folder, TOKENIZER_JSON)):
         yield failure("model.path", what, restore)
+    for what in broken_json(folder, DEFAULTS_JSON):
+        yield warning("model.path", f"{what}: its defaults for sampling are lost", restore)
     tokenizers = [
         _flag(config.pool(pool), name)
         for pool in POOLS

@@ -14,10 +14,10 @@ import yaml
 
 from splitserve.orchestrator.config import ConfigError, parse
 from splitserve.orchestrator.config.checks import port_overlaps
+from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.kubernetes import options as at
-from splitserve.orchestrator.launch.plan import SECRET_NAMES
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig

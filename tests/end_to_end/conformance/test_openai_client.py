@@ -31,6 +31,11 @@ CHAT: dict[str, Any] = {
     "max_tokens": 60,
 }
 
+CALLED: dict[str, Any] = CHAT | {
+    "tools": [WEATHER, TIME], "tool_choice": NAMED, "max_tokens": 150,
+}  # fmt: skip
+"""Room for a whole call, of which each byte is a token."""
+
 
 @asynccontextmanager
 async def clients(sides: Sides) -> AsyncIterator[tuple[openai.AsyncOpenAI, openai.AsyncOpenAI]]:
@@ -71,7 +76,7 @@ async def several_answers(client: openai.AsyncOpenAI) -> Any:
 
 
 async def a_tool_call(client: openai.AsyncOpenAI) -> Any:
-    found = await client.chat.completions.create(**CHAT, tools=[WEATHER, TIME], tool_choice=NAMED)
+    found = await client.chat.completions.create(**CALLED)
     (choice,) = found.choices
     calls = choice.message.tool_calls
     assert calls
@@ -79,9 +84,7 @@ async def a_tool_call(client: openai.AsyncOpenAI) -> Any:
 
 
 async def a_streamed_tool_call(client: openai.AsyncOpenAI) -> Any:
-    async with client.chat.completions.stream(
-        **CHAT, tools=[WEATHER, TIME], tool_choice=NAMED
-    ) as stream:
+    async with client.chat.completions.stream(**CALLED) as stream:
         async for _ in stream:
             pass
         found = await stream.get_final_completion()

@@ -99,6 +99,31 @@ def test_the_first_error_is_kept(tmp_path: Path) -> None:
     assert likely_cause(log.story(), 1) == "ended by ValueError: too odd"
 
 
+def test_errors_of_requests_long_ago_have_not_ended_it(tmp_path: Path) -> None:
+    """An engine that serves prints them, too: only the latest minute's count, and nothing that was
+    printed before it served.
+    """
+    now = 0.0
+    log = EngineLog(tmp_path / "engine.log", clock=lambda: now)
+    log.feed(b"RuntimeError: tried something else\n")
+    log.begin_serving()
+    for number in range(20):
+        log.feed(b"ValueError: a request was odd %d\n" % number)
+    now = 3600.0
+    log.feed(b"INFO: fine\n" * 50)
+    assert likely_cause(log.story(), 1) == "ended with status 1; see its log"
+    log.feed(b"OSError: the device is gone\n" + b"INFO: last words\n" * 50)
+    log.close()
+    assert likely_cause(log.story(), 1) == "ended by OSError: the device is gone"
+
+
+def test_what_was_killed_has_not_said_why() -> None:
+    """What it printed before is not the cause."""
+    lines = ["ValueError: a prompt is longer than max_model_len"]
+    assert likely_cause(lines, 137).startswith("killed by SIGKILL")
+    assert likely_cause(lines, 134).startswith("`engine_args.max_model_len`")
+
+
 def test_a_full_disk_does_not_disturb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Output is still read; what could not be written is counted in the file when there is room
     again.

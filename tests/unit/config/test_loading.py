@@ -110,6 +110,27 @@ def test_errors_name_the_key_the_line_and_the_remedy(text: str, expected: str) -
     assert problems_of(MINIMAL + text) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("security: {api_keys: [sk-0123456789]}", "security.api_keys[0]"),
+        ("security: {api_keys: sk-0123456789}", "security.api_keys"),
+        ("security: sk-0123456789", "security"),
+        (
+            "security: {api_keys: [{tenant: a, weight: sk-0123456789}]}",
+            "security.api_keys[0].weight",
+        ),
+        ("prefill: {env: sk-0123456789}", "prefill.env"),
+        ("prefill: {env: {HF_TOKEN: [sk-0123456789]}}", "prefill.env.HF_TOKEN"),
+    ],
+)
+def test_what_may_be_a_secret_is_not_repeated(text: str, key: str) -> None:
+    """A key or a token that was written where none belongs is not in the message."""
+    (problem,) = problems_of(MINIMAL + text)
+    assert problem.startswith(f"{key} (line 3): ")
+    assert "0123456789" not in problem
+
+
 def test_all_problems_are_told_at_once() -> None:
     """Three mistakes in three sections are three sentences."""
     text = "router: {port: -1}\nprefill: {replicas: 0}\ndecode: {nodes: 1}\n"

@@ -115,6 +115,19 @@ async def test_a_timeline_is_for_its_tenant_and_for_operators() -> None:
             assert (await cluster.session.get(url, headers=headers)).status == status
 
 
+async def test_two_tenants_choose_the_same_request_id() -> None:
+    """Each sees its own request; operators the latest."""
+    async with stub_cluster("p0", "d0", keys={"sk-1": "a", "sk-2": "b"}) as cluster:
+        one, two = ({"Authorization": f"Bearer sk-{n}"} for n in (1, 2))
+        for headers in (one, two):
+            await (await cluster.post(headers=headers | {"X-Request-Id": "same"})).read()
+        await cluster.idle()
+        url = f"{cluster.url}/internal/timeline/same"
+        for headers, tenant in ((one, "a"), (two, "b"), (OPERATOR, "b")):
+            response = await cluster.session.get(url, headers=headers)
+            assert (await response.json())["tenant"] == tenant
+
+
 async def test_with_keys_the_status_is_for_operators() -> None:
     """Others get 401; engines' keys are never shown."""
     async with stub_cluster("p0", "d0", keys={"sk-1": "a"}) as cluster:
