@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 NUMA_FOLDER = Path("/sys/devices/system/node")
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+DEVICES = Path("/dev")
 PAIRS_TOLD = 4
 """Pairs of nodes that one finding names."""
 
@@ -51,11 +52,9 @@ def gpus(subject: Subject) -> Finding:
     wanted = {gpu for node in subject.nodes for gpu in node.gpus or ()}
     if not wanted:
         return Finding("gpus", "none asked for")
-    present = {
-        int(path.name.removeprefix("nvidia"))
-        for path in Path("/dev").glob("nvidia[0-9]*")
-        if path.name.removeprefix("nvidia").isdigit()
-    }
+    # Counted: a container keeps the host's names of its devices, and CUDA numbers them from 0
+    devices = [path for path in DEVICES.glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    present = frozenset(range(len(devices)))
     problems = [
         failure(
             _key(node, "gpus"),

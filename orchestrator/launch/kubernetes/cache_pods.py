@@ -62,6 +62,10 @@ def _container(
         volumes.append({"name": f"tier-{number}", **kept})
         mounts.append({"name": f"tier-{number}", "mountPath": mount})
     shared = [v for v in common.volumes(pods, names, options) if v["name"] in _SHARED]
+    if cache.secret_file is not None:
+        keys = [at.CLUSTER_SECRET, at.CACHE_SECRET]
+        sealed = common.secret_volume("secret", names.of("secret"), keys)
+        shared = [sealed if v["name"] == "secret" else v for v in shared]
     own = [m for m in common.mounts(pods, options) if m["name"] in _SHARED]
     container: Manifest = {
         "name": "cache",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.checks.memory import (
-    ENGINE_OVERHEAD_BYTES,
     shared_bytes,
     weights_in_memory,
 )
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.kubernetes.options import Options
 
 AGENT_BYTES = 256 * 2**20
+ENGINE_BYTES = 4 * 10**9
+"""Bound of one vLLM engine beside its KV and weights; about 3 GB were measured."""
+RANK_BYTES = 2 * 10**9
+"""What each rank beyond the first one adds."""
 MOCK_BYTES = 512 * 2**20
 SHARED_LEAST_BYTES = 64 * 2**20
 """What a container has without being asked for."""
@@ -41,7 +44,7 @@ def node_bytes(config: ClusterConfig, node: NodeConfig, weights: int) -> int:
     kv = node.settings.kv_cache_bytes * ranks if node.gpus is None else 0
     processes = MOCK_BYTES
     if config.engine == "vllm":
-        processes = AGENT_BYTES + ENGINE_OVERHEAD_BYTES * ranks + weights
+        processes = AGENT_BYTES + ENGINE_BYTES + RANK_BYTES * (ranks - 1) + weights
     return kv + processes + shm_bytes(config, node) + arena_bytes(config.cache)
 
 

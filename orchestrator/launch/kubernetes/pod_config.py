@@ -30,6 +30,7 @@ processes of all pods check the whole YAML. In pods of one node each, it takes t
 POOL_PORTS = 10_000
 """By which those of decode nodes are higher."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_SECRET_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _TRACING_HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 
 
@@ -140,11 +141,11 @@ def _security(
 ) -> tuple[tuple[Manifest, ...], tuple[str, ...]]:
     """(variables of the router with keys, keys that it reads as files)."""
     security = data.setdefault("security", {})
-    security["secret_file"] = f"{at.SECRET_FOLDER}/cluster-secret"
+    security["secret_file"] = f"{at.SECRET_FOLDER}/{at.CLUSTER_SECRET}"
     if config.security.tls is not None:
         files = {"cert_file": "tls.crt", "key_file": "tls.key", "ca_file": "ca.crt"}
         if config.security.tls.client_ca_file is not None:
-            files["client_ca_file"] = "client-ca.crt"
+            files["client_ca_file"] = at.CLIENT_CA
         security["tls"] = {key: f"{at.TLS_FOLDER}/{file}" for key, file in files.items()}
     env, files_of_keys = [], list[str]()
     for entry, key in zip(config.security.api_keys, security.get("api_keys", []), strict=True):
@@ -153,6 +154,14 @@ def _security(
         else:
             files_of_keys.append(Path(str(entry.key_file)).name)
             key["key_file"] = f"{at.KEYS_FOLDER}/{files_of_keys[-1]}"
+    odd = [name for name in files_of_keys if not _SECRET_KEY.fullmatch(name)]
+    if odd:
+        raise ConfigError(
+            [
+                f"security.api_keys: {odd[0]!r} cannot be the key of a Secret; name the file with "
+                "letters, digits, -, _ and ."
+            ]
+        )
     twice = [name for name, times in Counter(files_of_keys).items() if times > 1]
     if twice:
         raise ConfigError(
@@ -200,7 +209,7 @@ def _cache(
             disks[mount] = tier.path or ""
             section["tiers"][index]["path"] = mount
     if cache.secret_file is not None:
-        section["secret_file"] = f"{at.SECRET_FOLDER}/cache-secret"
+        section["secret_file"] = f"{at.SECRET_FOLDER}/{at.CACHE_SECRET}"
     variables = dict.fromkeys(_VARIABLE.findall(_yaml(section["tiers"])))
     env = tuple(secret_env(names.of("cache-credentials"), name) for name in variables)
     whole = _yaml(data)

@@ -84,18 +84,28 @@ def address_env() -> list[Manifest]:
     ]
 
 
+def secret_volume(name: str, secret: str, keys: Iterable[str]) -> Manifest:
+    """A volume with these keys of the Secret as files."""
+    items = [{"key": key, "path": key} for key in keys]
+    return {
+        "name": name,
+        "secret": {"secretName": secret, "items": items, "defaultMode": SECRET_MODE},
+    }
+
+
 def volumes(pods: PodConfig, names: Names, options: Options) -> list[Manifest]:
     """Volumes of every pod."""
-    items: Manifest = {"secretName": names.of("secret"), "defaultMode": SECRET_MODE}
     found: list[Manifest] = [
         {"name": "cluster", "configMap": {"name": names.of("cluster")}},
-        {"name": "secret", "secret": items},
+        secret_volume("secret", names.of("secret"), [at.CLUSTER_SECRET]),
         {"name": "state", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    if pods.config.security.tls is not None:
-        secret = {"secretName": names.of("tls"), "defaultMode": SECRET_MODE}
-        found.append({"name": "tls", "secret": secret})
+    tls = pods.config.security.tls
+    if tls is not None:
+        keys = ["tls.crt", "tls.key", "ca.crt"]
+        keys += [at.CLIENT_CA] if tls.client_ca_file is not None else []
+        found.append(secret_volume("tls", names.of("tls"), keys))
     if options.model_claim:
         claim = {"claimName": options.model_claim, "readOnly": True}
         found.append({"name": "model", "persistentVolumeClaim": claim})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import yaml
 
 from splitserve.orchestrator.config import ConfigError
+from splitserve.orchestrator.config.checks import is_loopback
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.engines.versions import own_version
 from splitserve.orchestrator.launch.kubernetes.cache_pods import cache_server
@@ -113,6 +115,7 @@ def _problems(config: ClusterConfig, options: Options) -> Iterator[str]:
             "hosts for it and the nodes: --node-selector KEY=VALUE"
         )
     yield from _disk_problems(config)
+    yield from _loopback_problems(config)
 
 
 def _pool_problems(pool: str, settings: PoolConfig) -> Iterator[str]:
@@ -159,6 +162,20 @@ def _disk_problems(config: ClusterConfig) -> Iterator[str]:
                 f"cache.tiers[{index}].path: {tier.path} is a folder of the host; give it from "
                 "the root on"
             )
+
+
+def _loopback_problems(config: ClusterConfig) -> Iterator[str]:
+    """URLs that lead to the pod itself."""
+    urls = {}
+    if config.observability.tracing is not None:
+        urls["observability.tracing.otlp_endpoint"] = config.observability.tracing.otlp_endpoint
+    for index, tier in enumerate(config.cache.tiers if config.cache is not None else ()):
+        urls[f"cache.tiers[{index}].url"] = tier.url or ""
+        urls[f"cache.tiers[{index}].options.endpoint"] = tier.options.get("endpoint", "")
+    for key, url in urls.items():
+        host = urlsplit(url).hostname or ""
+        if is_loopback(host):
+            yield f"{key}: {host} is the pod itself; name the Service or the host of it"
 
 
 class _Dumper(yaml.SafeDumper):

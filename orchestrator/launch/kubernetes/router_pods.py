@@ -70,13 +70,7 @@ def _spec(pods: PodConfig, names: Names, options: Options) -> Manifest:
     grace = UNLISTED_S + pods.config.supervision.drain_timeout_s + STOPPING_SPARE_S
     volumes, mounts = common.volumes(pods, names, options), common.mounts(pods, options)
     if pods.key_files:
-        items = [{"key": name, "path": name} for name in pods.key_files]
-        secret = {
-            "secretName": names.of("api-keys"),
-            "items": items,
-            "defaultMode": common.SECRET_MODE,
-        }
-        volumes.append({"name": "api-keys", "secret": secret})
+        volumes.append(common.secret_volume("api-keys", names.of("api-keys"), pods.key_files))
         mounts.append({"name": "api-keys", "mountPath": at.KEYS_FOLDER, "readOnly": True})
     return {
         "securityContext": common.pod_security(),

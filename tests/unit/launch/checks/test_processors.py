@@ -118,3 +118,22 @@ def test_a_numa_node_without_the_memory(machine: Path) -> None:
     (machine / "node" / "node0" / "meminfo").write_text("Node 0 MemFree:  1000000 kB\n")
     (problem,) = processors.numa(subject("[[0, 1]]", "[[2, 3]]")).problems
     assert "2.0 GB of KV for nodes on NUMA node 0, which has 1.0 GB free" in problem.what
+
+
+def test_gpus_of_a_container_are_counted_from_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices keep the host's names there, and CUDA gives them numbers of its own."""
+    for name in ("nvidia3", "nvidia6", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(processors, "DEVICES", tmp_path)
+    text = """
+engine: mock
+model: {path: m}
+experimental_cuda: true
+prefill: {gpus: [[0]]}
+decode: {gpus: [[1]]}
+"""
+    assert processors.gpus(Subject(parse(text), {})).problems == ()
+    found = processors.gpus(Subject(parse(text.replace("[[1]]", "[[2]]")), {}))
+    assert [problem.keys for problem in found.problems] == [("decode.gpus[0]",)]

@@ -89,6 +89,17 @@ def _digest(manifests: list[dict[str, Any]], name: str) -> str:
             WEIGHTS,
             "policy.autotune.profile",
         ),
+        (MOCK.replace("/home/me/key", "/home/me/my key"), WEIGHTS, "'my key'"),
+        (
+            MOCK + 'observability: {tracing: {otlp_endpoint: "http://localhost:4318"}}\n',
+            WEIGHTS,
+            "observability.tracing.otlp_endpoint: localhost is the pod",
+        ),
+        (
+            CACHED.replace("region:", 'endpoint: "http://127.0.0.1:9000", region:'),
+            WEIGHTS,
+            "cache.tiers[2].options.endpoint",
+        ),
         (MOCK.replace("kv_cache_bytes", "port_base: 8000, kv_cache_bytes"), WEIGHTS, "port 8000"),
     ],
 )
@@ -122,6 +133,10 @@ def test_pods_read_a_valid_cluster() -> None:
     assert [tier.type for tier in server.cache.tiers] == ["cpu", "disk", "s3"]
     assert server.cache.secret_file == "/etc/splitserve/secret/cache-secret"
     assert seen.cache.socket_path == server.cache.socket_path
+    for name, spec in pod_specs(manifests):
+        (secret,) = (v["secret"] for v in spec["volumes"] if v["name"] == "secret")
+        keys = [item["key"] for item in secret["items"]]
+        assert ("cache-secret" in keys) == (name == "cached-cache")
 
 
 def test_scaling_restarts_no_pod() -> None:
@@ -165,11 +180,11 @@ def test_memory_holds_what_an_engine_takes() -> None:
     resources = _spec(_manifests(text), "default-prefill")["containers"][0]["resources"]
     assert resources["limits"] == resources["requests"]
     assert resources["limits"]["cpu"] == "2"
-    assert 13_000 < int(resources["limits"]["memory"].removesuffix("Mi")) < 14_000
+    assert 15_000 < int(resources["limits"]["memory"].removesuffix("Mi")) < 16_000
     text, options = GOLDEN["gpu"]
     gpu = _spec(_manifests(text, options), "big-prefill")["containers"][0]["resources"]["limits"]
     assert gpu["nvidia.com/gpu"] == "2"
-    assert 19_000 < int(gpu["memory"].removesuffix("Mi")) < 20_000
+    assert 21_000 < int(gpu["memory"].removesuffix("Mi")) < 22_000
 
 
 def test_tls_names_pods_by_services() -> None:
