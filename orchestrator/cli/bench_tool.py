@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
+from splitserve.orchestrator.cli.figures import as_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,8 @@ class ToolError(click.ClickException):
 
     def __init__(self, what: str, lines: Sequence[str]) -> None:
         """``lines``: what the tool said last."""
-        said = "\n".join(f"  | {line}" for line in lines[-SHOWN_LINES:])
+        shown = (part for line in lines[-SHOWN_LINES:] for part in as_lines(click.unstyle(line)))
+        said = "\n".join(f"  | {line}" for line in shown)
         super().__init__(f"{what}\n{said}" if said else what)
 
 

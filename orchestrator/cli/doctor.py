@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from splitserve.orchestrator.cli.errors import EXIT_REFUSED, RefusedError
+from splitserve.orchestrator.cli.figures import as_lines
 from splitserve.orchestrator.cli.running_findings import running_cluster
 from splitserve.orchestrator.config import ConfigError, nodes
 from splitserve.orchestrator.config.loading import load_with_contradictions
@@ -124,6 +125,8 @@ class _Report:
 
 
 def _print(finding: Finding) -> None:
-    click.echo(f"{finding.severity:5} {finding.check}: {finding.detail}")
+    lines = as_lines(f"{finding.severity:5} {finding.check}: {finding.detail}")
     for problem in finding.problems:
-        click.echo(f"      - {'' if problem.severity is Severity.FAIL else 'warning: '}{problem}")
+        grade = "" if problem.severity is Severity.FAIL else "warning: "
+        lines += as_lines(f"      - {grade}{problem}")
+    click.echo("\n".join(lines))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from splitserve.orchestrator.cli.figures import printable
+from splitserve.orchestrator.cli.figures import as_lines
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.files import RunningClusterError
@@ -61,5 +61,5 @@ def _lines_of(error: Exception) -> Iterator[str]:
 
 def _tell(lines: Iterator[str]) -> None:
     for line in lines:
-        for part in line.splitlines() or [""]:
-            click.echo(printable(part.expandtabs()), err=True)
+        for part in as_lines(line):
+            click.echo(part, err=True)

@@ -85,6 +85,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
+def as_lines(text: str) -> list[str]:
+    """The same, line by line; tabs are spaces."""
+    return [printable(line.expandtabs()) for line in text.splitlines()] or [""]
+
+
 def fitted(text: str, width: int) -> str:
     """``text`` in exactly ``width`` characters: padded, or cut with an ellipsis."""
     return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"

@@ -335,7 +335,7 @@ class PolicyConfig(Section):
 class ApiKeyConfig(Section):
     """One key that clients may use. Exactly one of `key_file` and `key_env`."""
 
-    tenant: str = Field(min_length=1)
+    tenant: str = Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")
     """Whom the key belongs to; tenants never share cached KV, and take turns when requests wait."""
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -384,7 +384,7 @@ class ObservabilityConfig(Section):
     log_dir: str | None = None
     """Folder for one log file per process; by default below the user's state folder."""
 
-    timeline_requests: int = Field(default=1024, ge=0)
+    timeline_requests: int = Field(default=1024, ge=0, le=100_000)
     """Finished requests whose timeline the router keeps (`/internal/timeline/REQUEST_ID`; the
     quickstart shows one).
     """

@@ -14,9 +14,12 @@ from click.testing import CliRunner
 
 from splitserve.orchestrator import cli
 from splitserve.orchestrator.agent.status_file import NodeStatus
+from splitserve.orchestrator.cli.bench_tool import ToolError
+from splitserve.orchestrator.cli.doctor import _print
 from splitserve.orchestrator.cli.errors import TellingGroup
 from splitserve.orchestrator.cli.up import _print_cluster
 from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.finding import Finding
 
 if TYPE_CHECKING:
     import pytest
@@ -63,6 +66,21 @@ def test_an_engines_story_in_an_error() -> None:
     told = CliRunner().invoke(main, ["fail"]).stderr
     assert "\x1b" not in told
     assert "  | ValueError: [/models/x] is [red] ?[2J at alloc_cpu.cpp:117\n" in told
+
+
+def test_what_the_doctor_and_the_load_generator_were_told() -> None:
+    """The same for a finding's words, and for a server's in the generator's story; its colours are
+    left out.
+    """
+    with CliRunner().isolation() as (told, _, _):
+        _print(Finding("model", "a\x1b]0;x\x07b"))
+        assert told.getvalue().decode() == "ok    model: a?]0;x?b\n"
+    assert str(ToolError("it failed", ["\x1b[31mred\x1b[0m", "a\x1b]0;b\rc"])).splitlines() == [
+        "it failed",
+        "  | red",
+        "  | a?]0;b",
+        "  | c",
+    ]
 
 
 def test_no_console_reads_markup() -> None:

@@ -100,6 +100,11 @@ def test_only_the_model_is_required() -> None:
             "(`60`, not `1m`) (got '1m')",
         ),
         (
+            "observability: {timeline_requests: 1000000000}",
+            "observability.timeline_requests (line 3): input should be less than or equal to "
+            "100000 (got 1000000000)",
+        ),
+        (
             "security: {api_keys: [{tenant: a}]}",
             "security.api_keys[0] (line 3): give exactly one of key_file and key_env",
         ),
@@ -129,6 +134,15 @@ def test_what_may_be_a_secret_is_not_repeated(text: str, key: str) -> None:
     (problem,) = problems_of(MINIMAL + text)
     assert problem.startswith(f"{key} (line 3): ")
     assert "0123456789" not in problem
+
+
+@pytest.mark.parametrize("tenant", ["a\\nb", "a\\e[31mb", "", "a" * 201])
+def test_a_tenants_name_is_one_line_of_text(tenant: str) -> None:
+    """It is shown in tables and logs: no control characters, and of a bounded length."""
+    text = f'security: {{api_keys: [{{tenant: "{tenant}", key_env: X}}]}}'
+    (problem,) = problems_of(MINIMAL + text)
+    assert problem.startswith("security.api_keys[0].tenant (line 3): ")
+    parse(MINIMAL + 'security: {api_keys: [{tenant: "Ä team 1", key_env: X}]}')
 
 
 def test_all_problems_are_told_at_once() -> None:
