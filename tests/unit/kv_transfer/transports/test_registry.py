@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -54,7 +55,9 @@ def test_a_missing_library_says_what_to_install(
         if module.startswith("nixl"):
             environment.delitem(sys.modules, module)
     for module in missing:
-        environment.setitem(sys.modules, module.partition(".")[0], ModuleType("empty"))
+        empty = ModuleType("empty")
+        empty.__spec__ = ModuleSpec("empty", None)
+        environment.setitem(sys.modules, module.partition(".")[0], empty)
         environment.setitem(sys.modules, module, None)
     if name == "ucx":
         for module in [m for m in sys.modules if m.startswith("nixl")]:
