@@ -225,9 +225,17 @@ def likely_cause(lines: Sequence[str], exit_status: int) -> str:
             if match is not None:
                 details = [group for group in match.groups() if group]
                 return cause.format(*details) if details else cause
-    error = next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
-    if error is not None:
-        return f"ended by {error}"
+    is_about_another = False
+    for line in lines:
+        if _FOLLOW_UP.search(line):
+            is_about_another = True
+        elif (error := _EXCEPTION.match(line)) is not None:
+            return f"ended by {error[1]}"
+    if is_about_another:
+        return (
+            "its engine core process died: killed by hand, by the kernel for lack of memory (see "
+            "`dmesg`), or by a fault that its log may show"
+        )
     if exit_status > 128:
         return f"ended by signal {exit_status - 128}"
     return f"ended with status {exit_status}; see its log"

@@ -53,6 +53,13 @@ def test_the_stages_of_a_start() -> None:
             "ended by ValueError: too odd",
         ),
         ("something else", 137, "killed by SIGKILL"),
+        (
+            "(APIServer pid=5) ERROR 12-01 05:40:11 [async_llm.py:906] vllm.v1.engine.exceptions."
+            "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the "
+            "root cause.",
+            1,
+            "its engine core process died: killed by hand, by the kernel for lack of memory",
+        ),
         ("something else", 139, "ended by signal 11"),
         ("something else", 1, "ended with status 1; see its log"),
     ],
