@@ -22,6 +22,7 @@ import aiohttp
 from splitserve.kv_transfer.engine_endpoint import EngineEndpointClient, EngineStatus
 from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.command import secret_environment
+from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.launch.ports import is_free
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class MockProcess(EngineHandle):
             f"tcp://127.0.0.1:{self.control_port + rank}" for rank in range(options.tensor_parallel)
         )
         self.log_path = folder / f"{self.incarnation}.log"
+        self._secret_path = folder / f"{self.incarnation}.secret"
         self.process: subprocess.Popen[bytes] | None = None
         endpoint = f"tcp://127.0.0.1:{self.endpoint_port}"
         super().__init__(name, f"http://127.0.0.1:{self.port}", endpoint, SECRET, API_KEY)
@@ -178,7 +180,8 @@ class MockProcess(EngineHandle):
         command += ["--tensor-parallel-size", str(options.tensor_parallel)]
         command += ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
         command += ["--kv-transfer-config", json.dumps({"kv_connector_extra_config": connector})]
-        env = {**os.environ, **secret_environment(SECRET, API_KEY), **options.env}
+        write_private(self._secret_path, SECRET.hex().encode())
+        env = {**os.environ, **secret_environment(self._secret_path, API_KEY), **options.env}
         env.setdefault("UCX_NET_DEVICES", "lo")
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

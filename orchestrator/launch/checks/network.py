@@ -242,6 +242,8 @@ def reach_obstacle(advertised: str, host: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in (_resolved(host) or "") else socket.AF_INET
     nonce = secrets.token_bytes(_NONCE_BYTES)
     with socket.socket(family) as listener:
+        # Else what is left of the connection keeps the engine from this port for a minute
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port or free_run([host])))
             listener.listen(1)
@@ -256,6 +258,9 @@ def reach_obstacle(advertised: str, host: str, port: int) -> str:
                     answering.sendall(nonce)
                     asking.settimeout(REACH_TIMEOUT_S)
                     heard = asking.recv(_NONCE_BYTES, socket.MSG_WAITALL)
+                    asking.close()
+                    answering.settimeout(REACH_TIMEOUT_S)
+                    answering.recv(1)  # Who closes first is the one that remembers
         except TimeoutError:
             return f"no answer from {address} in {REACH_TIMEOUT_S:g} s"
         except OSError as error:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
 import pytest
 
 from splitserve.orchestrator.config import parse
 from splitserve.orchestrator.launch.checks import network
 from splitserve.orchestrator.launch.checks.subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CLUSTER = """
 engine: mock
@@ -24,6 +28,15 @@ def test_an_address_that_leads_back(advertised: str) -> None:
     """A listener on loopback is found there, and on every address by the wildcard."""
     assert network.reach_obstacle(advertised, "127.0.0.1", 0) == ""
     assert network.reach_obstacle(advertised, "0.0.0.0", 0) == ""
+
+
+def test_the_port_is_left_as_it_was(free_port: Callable[[], int]) -> None:
+    """An engine can listen there at once, even one that does not allow for what was there before."""
+    port = free_port()
+    assert network.reach_obstacle("127.0.0.1", "127.0.0.1", port) == ""
+    with socket.socket() as engine:
+        engine.bind(("127.0.0.1", port))
+        engine.listen()
 
 
 def test_an_address_that_leads_nowhere() -> None:
