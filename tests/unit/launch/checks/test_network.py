@@ -31,7 +31,7 @@ def test_an_address_that_leads_back(advertised: str) -> None:
 
 
 def test_the_port_is_left_as_it_was(free_port: Callable[[], int]) -> None:
-    """An engine can listen there at once, even one that does not allow for what was there before."""
+    """An engine can listen there at once, whatever was there before."""
     port = free_port()
     assert network.reach_obstacle("127.0.0.1", "127.0.0.1", port) == ""
     with socket.socket() as engine:
