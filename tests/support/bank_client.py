@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 from contextlib import contextmanager
@@ -78,11 +79,12 @@ async def ask(
     chunked.
     """
     raw = json.dumps(body).encode() if isinstance(body, dict) else body
+    data = io.BytesIO(raw) if isinstance(raw, bytes) else raw  # aiohttp warns of large bytes
     limit = aiohttp.ClientTimeout(total=CLIENT_LIMIT_S)
     sent = {"Content-Type": "application/json", **(headers or {})}
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(f"{url}{path}", data=raw, headers=sent) as response,
+        session.post(f"{url}{path}", data=data, headers=sent) as response,
     ):
         return Answer(response.status, await response.read(), response.headers)
 

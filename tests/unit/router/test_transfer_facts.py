@@ -242,7 +242,7 @@ async def test_a_line_waits_for_what_the_nodes_know() -> None:
 async def until_known(cluster: StubCluster, key: str) -> None:
     """Until the request's timeline has that moment."""
     find = cluster.router.log.find
-    await until(lambda: (find("mine") or {}).get(key) is not None)
+    await until(lambda: (find("mine", None) or {}).get(key) is not None)
 
 
 async def test_a_line_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
