@@ -24,10 +24,11 @@ import os, signal, subprocess, sys, time
 orphan = "import time; time.sleep(600)"
 middle = (
     "import subprocess, sys\\n"
-    f"subprocess.Popen([sys.executable, '-c', {{orphan!r}}], start_new_session=True)"
+    f"print(subprocess.Popen([sys.executable, '-c', {{orphan!r}}], start_new_session=True, "
+    "stdout=subprocess.DEVNULL).pid)"
 )
-subprocess.run([sys.executable, "-c", middle])
-print("up", flush=True)
+found = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True)
+print(os.getpid(), found.stdout.strip(), flush=True)
 {after}
 """
 
@@ -45,9 +46,8 @@ class GuardProcess:
             bufsize=0,
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"up\n"
-        self.tree = psutil.Process(self.process.pid).children(recursive=True)
-        assert len(self.tree) == 2
+        engine, orphan = map(int, self.process.stdout.readline().split())
+        self.tree = [psutil.Process(pid) for pid in (engine, orphan) if psutil.pid_exists(pid)]
 
     def order(self, text: str) -> None:
         assert self.process.stdin is not None
