@@ -52,6 +52,12 @@ class TraceContext(NamedTuple):
         return self.head + span + self.tail
 
 
+UNTRACED: Final = TraceContext(f"00-{'0' * 31}1-{'0' * 13}1", "", _NOT_SAMPLED)
+"""Of every request that begins a trace of which no spans are made: the engines are told to make
+none either, and ids of their own would be of no use to anybody.
+"""
+
+
 def traceparent_of(place: TraceContext | None, span: str) -> str:
     """For those who make spans below ``span``; empty when nobody wants any."""
     return place.traceparent(span) if place is not None and place.is_sampled else ""
@@ -72,11 +78,12 @@ class TraceIds:
             trace_id, parent, is_sampled = found
             head = f"00-{trace_id}-{self._random.randbytes(STEM_BYTES).hex()}"
             return TraceContext(head, parent, _SAMPLED if is_sampled else _NOT_SAMPLED)
-        digits = self._random.randbytes(TRACE_ID_BYTES + STEM_BYTES).hex()
         # As OpenTelemetry's own sampler decides, so that all who see the trace id agree
-        is_sampled = int(digits[16:32], 16) < self._bound
-        head = f"00-{digits[:32]}-{digits[32:]}"
-        return TraceContext(head, "", _SAMPLED if is_sampled else _NOT_SAMPLED)
+        low = self._random.getrandbits(64)
+        if low >= self._bound:
+            return UNTRACED
+        digits = self._random.randbytes(TRACE_ID_BYTES - 8 + STEM_BYTES).hex()
+        return TraceContext(f"00-{digits[:16]}{low:016x}-{digits[16:]}", "", _SAMPLED)
 
 
 def parse_traceparent(header: bytes) -> tuple[str, str, bool] | None:

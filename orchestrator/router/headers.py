@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from splitserve.orchestrator.observe.trace_context import SERVER, UNTRACED
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -52,6 +54,7 @@ _NOT_TO_ENGINES: Final = HOP_BY_HOP | {
 }
 _NOT_TO_ENGINES_TRACED: Final = _NOT_TO_ENGINES | {b"traceparent"}
 _NOT_TO_ENGINES_NEW_TRACE: Final = _NOT_TO_ENGINES_TRACED | {b"tracestate"}
+_UNTRACED_LINE: Final = f"traceparent: {UNTRACED.traceparent(SERVER)}\r\n".encode()
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id"}
 
 REQUEST_ID_LIMIT_CHARACTERS = 128
@@ -93,6 +96,8 @@ def to_engines(
 
 def trace_line(trace: TraceContext | None, span: str) -> bytes:
     """The header line of the leg that is ``span``, where the router takes part in traces."""
+    if trace is UNTRACED:
+        return _UNTRACED_LINE
     return b"" if trace is None else f"traceparent: {trace.traceparent(span)}\r\n".encode()
 
 

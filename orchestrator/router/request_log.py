@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from splitserve.orchestrator.observe.trace_context import SERVER
+from splitserve.orchestrator.observe.trace_context import SERVER, UNTRACED
 from splitserve.orchestrator.router.request_parts import Moments, overlap_of, parts_of
 from splitserve.orchestrator.router.transfer_facts import NO_TRANSFER, Transfer, is_in_time
 
@@ -266,7 +266,7 @@ def as_record(
     def after(moment: float) -> float:
         return round((moment - received) * 1e6) / 1000
 
-    trace = tally.trace
+    trace = None if tally.trace is UNTRACED else tally.trace
     return {
         "event": "request",
         "request_id": tally.client_request_id,

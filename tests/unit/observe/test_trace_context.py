@@ -10,6 +10,7 @@ from splitserve.orchestrator.observe.trace_context import (
     DECODE_LEG,
     PREFILL_LEG,
     SERVER,
+    UNTRACED,
     TraceIds,
     parse_traceparent,
 )
@@ -74,3 +75,17 @@ def test_the_ratio_is_kept(ratio: float) -> None:
     ids = TraceIds(ratio, Random(3))
     sampled = sum(ids.place_of(None).is_sampled for _ in range(2000))
     assert abs(sampled - 2000 * ratio) <= (60 if 0 < ratio < 1 else 0)
+
+
+def test_requests_of_which_no_spans_are_made_share_a_header() -> None:
+    """It is a valid one that says so; those of which some are made have ids that OpenTelemetry's
+    sampler of that ratio takes, too.
+    """
+    assert TraceIds(0.0, Random(4)).place_of(None) is UNTRACED
+    found = parse_traceparent(UNTRACED.traceparent(SERVER).encode())
+    assert found is not None
+    assert not found[2]
+    ids = TraceIds(0.1, Random(5))
+    sampled = [place for _ in range(500) if (place := ids.place_of(None)).is_sampled]
+    assert sampled
+    assert all(int(place.head[19:35], 16) < round(0.1 * 2**64) for place in sampled)
