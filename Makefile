@@ -23,10 +23,10 @@ quickstart: model ## Bring up one prefill node, one decode node and the router; 
 	@$(BIN)/splitserve quickstart $(CONFIG)
 
 test: model ## What CI runs: every test but the long matrices and those that need a GPU
-	@PYTEST=$(PYTEST) MARKERS="not gpu and not long" scripts/test.sh $(PYTEST_ARGS)
+	@PYTEST=$(PYTEST) scripts/test.sh -m "not gpu and not long" $(PYTEST_ARGS)
 
 test-fast: install ## The tests that start no vLLM engine (minutes)
-	@PYTEST=$(PYTEST) MARKERS="not gpu and not engine and not long" scripts/test.sh $(PYTEST_ARGS)
+	@PYTEST=$(PYTEST) scripts/test.sh -m "not gpu and not engine and not long" $(PYTEST_ARGS)
 
 test-all: model ## Every test, those that need a GPU too, then half an hour of chaos
 	@PYTEST=$(PYTEST) scripts/test.sh $(PYTEST_ARGS)

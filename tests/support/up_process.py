@@ -152,7 +152,10 @@ class UpProcess:
         wait_for(lambda: not self.processes(), limit_s, "every process to end", left)
 
     def wait_for_end(self, limit_s: float = 60) -> int:
-        return self.process.wait(limit_s)
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"`up` runs on:\n{self.output()}") from None
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
