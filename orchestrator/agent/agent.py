@@ -114,6 +114,8 @@ class Agent:
         self._has_served = False
         self._life: Life | None = None
         self._refused = ""
+        self._answered = ""
+        """The incarnation that the router has said something of: that it uses it, or why not."""
         self._can_write_status = True
         self._died: EngineDied | None = None
         self._stop = asyncio.Event()
@@ -374,9 +376,11 @@ class Agent:
         match message:
             case Welcome():
                 self._refused = ""
+                self._answered = life.incarnation if life is not None else ""
                 self._prefixes.welcome()
             case RefuseNode(reason=reason):
                 self._refused = reason
+                self._answered = life.incarnation if life is not None else ""
                 _log.error("the router will not use %s: %s", self.node.name, reason)
             case SetRole(role=role):
                 self.role = role
@@ -430,6 +434,8 @@ class Agent:
     def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
         """For ``status``; a full disk must not end a healthy engine."""
         died = self._died if self.phase in ("dead", "failed") else None
+        if not self._link.connected:
+            self._answered = ""
         try:
             self._write_status_file(status, life, died)
         except OSError as error:
@@ -457,7 +463,7 @@ class Agent:
                 engine_url=self.node.engine_url,
                 log_path=str(self._log_path),
                 restarts=self._restarts,
-                router_connected=self._link.connected,
+                router_connected=life is not None and self._answered == life.incarnation,
                 refused=self._refused,
                 running=status.running if status is not None else 0,
                 waiting=status.waiting if status is not None else 0,

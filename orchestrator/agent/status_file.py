@@ -39,6 +39,7 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True):
     """Why the node cannot change its role; empty when it can."""
     restarts: int = 0
     router_connected: bool = False
+    """The router is there, and has said whether it uses this engine."""
     refused: str = ""
     """Why the router will not use the node, empty while it does."""
     running: int = 0
