@@ -140,6 +140,8 @@ def test_events_that_were_joined_differ_in_their_number_alone() -> None:
     other = differences(stream(event("ax"), event("c", finish="stop"), USAGE), STREAM)
     assert any("all events together: choices[0].text" in told for told in other)
     assert texts(joined) == texts(STREAM) == {0: ["abc", []]}
+    elsewhere = stream(event("a"), event("bc", finish="stop"), USAGE)
+    assert differences(joined, elsewhere) == [f"{EVENTS}2 of choice 0, joined at other places"]
 
 
 def test_the_order_of_choices_is_not_promised() -> None:

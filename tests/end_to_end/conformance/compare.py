@@ -175,9 +175,15 @@ def _stream_differences(found: Reply, right: Reply) -> Iterator[str]:
         name = "the usage" if index is None else f"choice {index}"
         one, other = ours.get(index, []), theirs.get(index, [])
         if len(one) == len(other):
-            for number, (chunk, expected) in enumerate(zip(one, other, strict=True)):
-                for told in _value_differences(chunk, expected, ""):
-                    yield f"event {number} of {name}: {told}"
+            apart = [
+                f"event {number} of {name}: {told}"
+                for number, (chunk, expected) in enumerate(zip(one, other, strict=True))
+                for told in _value_differences(chunk, expected, "")
+            ]
+            if apart and not list(_value_differences(_merged(one), _merged(other), "")):
+                yield f"{EVENTS}{len(one)} of {name}, joined at other places"
+            else:
+                yield from apart
             continue
         yield f"{EVENTS}{len(one)} of {name}, not {len(other)}"
         if one and other:
