@@ -91,6 +91,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Incarnations that have to end so that quarantined blocks come back."""
     counters: dict[str, float] = {}
 
+    @property
+    def owes_nothing(self) -> bool:
+        """Whether nobody waits for the engine: no client, and no peer that still fetches pages."""
+        return not (self.running or self.waiting or self.open_transfers or self.leased_blocks)
+
 
 class AskDescription(msgspec.Struct, frozen=True, tag="ask_description"):
     """Answered with ``EngineDescription``."""

@@ -153,7 +153,7 @@ class Desk:
         """Microseconds of CPU time of one request, from its body to its end; requests that are not
         split raise ``ValueError``.
         """
-        from splitserve.orchestrator.router.http_server import HttpRequest
+        from splitserve.orchestrator.router.http_request import HttpRequest
 
         headers = [(b"content-type", b"application/json")]
         request = HttpRequest("POST", "/v1/completions", headers, row.body(), True, True)

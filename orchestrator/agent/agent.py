@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -54,6 +54,7 @@ from splitserve.orchestrator.agent.readiness import (
     wait_until_ready,
     warm_up,
 )
+from splitserve.orchestrator.agent.report_task import report_task
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
@@ -61,7 +62,7 @@ from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
     from pathlib import Path
 
     from splitserve.kv_transfer.engine_endpoint import EngineStatus
@@ -147,7 +148,13 @@ class Agent:
     def health(self) -> Health:
         """What a supervisor's probes are told."""
         has_started = self._has_served or (self._life is not None and self._life.was_ready)
-        return Health.of(has_started, self.phase, self._link.connected, self._refused)
+        return Health.of(has_started, self.phase, self._is_known, self._refused)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether there is a router, and it has said whether it uses this engine."""
+        life = self._life
+        return self._link.connected and life is not None and self._answered == life.incarnation
 
     async def _leave(self) -> None:
         """The drain has an end, and nobody is waited for who is gone."""
@@ -291,9 +298,9 @@ class Agent:
         self._set_phase("ready")
         reports = []
         if description.reports_prefixes:
-            reports.append(_task(self._prefixes.run(life.endpoint, life.incarnation)))
+            reports.append(report_task(self._prefixes.run(life.endpoint, life.incarnation)))
         if description.reports_transfers:
-            reports.append(_task(self._transfers.run(life.endpoint, life.incarnation)))
+            reports.append(report_task(self._transfers.run(life.endpoint, life.incarnation)))
         try:
             return await self._report_states(life, life.endpoint)
         finally:
@@ -324,7 +331,7 @@ class Agent:
             else:
                 life.last_answer = time.monotonic()
                 self._report(status)
-                life.owed_nothing = dismissal is not None and _owes_nothing(status)
+                life.owed_nothing = dismissal is not None and status.owes_nothing
             if dismissal is not None and (dismissal.at_once or life.owed_nothing):
                 life.is_dismissed = True
                 return ""
@@ -373,14 +380,14 @@ class Agent:
     async def _on_message(self, message: ToAgent) -> None:
         """Obey the router."""
         life = self._life
+        if isinstance(message, Welcome | RefuseNode):
+            self._answered = life.incarnation if life is not None else ""
         match message:
             case Welcome():
                 self._refused = ""
-                self._answered = life.incarnation if life is not None else ""
                 self._prefixes.welcome()
             case RefuseNode(reason=reason):
                 self._refused = reason
-                self._answered = life.incarnation if life is not None else ""
                 _log.error("the router will not use %s: %s", self.node.name, reason)
             case SetRole(role=role):
                 self.role = role
@@ -463,7 +470,7 @@ class Agent:
                 engine_url=self.node.engine_url,
                 log_path=str(self._log_path),
                 restarts=self._restarts,
-                router_connected=life is not None and self._answered == life.incarnation,
+                router_connected=self._is_known,
                 refused=self._refused,
                 running=status.running if status is not None else 0,
                 waiting=status.waiting if status is not None else 0,
@@ -492,22 +499,3 @@ class Agent:
         await self._link.flush(_FLUSH_S)
         link.cancel()
         await asyncio.gather(link, return_exceptions=True)
-
-
-def _task(reports: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """The task that reports something of the engine for as long as it lives; without it the node
-    serves all the same.
-    """
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            _log.error("reports of the engine have ended", exc_info=task.exception())
-
-    task = asyncio.get_running_loop().create_task(reports)
-    task.add_done_callback(ended)
-    return task
-
-
-def _owes_nothing(status: EngineStatus) -> bool:
-    """Whether nobody waits for the engine: no client, and no peer that still fetches pages."""
-    return not (status.running or status.waiting or status.open_transfers or status.leased_blocks)

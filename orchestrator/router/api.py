@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.engine_client import RawHeaders
     from splitserve.orchestrator.router.event_stream import EventStreams
-    from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.http_request import HttpRequest
+    from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.incidents import Incidents
     from splitserve.orchestrator.router.metrics import RouterMetrics
     from splitserve.orchestrator.router.prompt_marks import Marks

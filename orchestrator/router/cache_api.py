@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.agent.messages import NodeDescription
     from splitserve.orchestrator.config import CacheConfig
     from splitserve.orchestrator.router.core_driver import CoreDriver
-    from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.http_request import HttpRequest
+    from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.tenants import Tenants
 
     Verb = Callable[[bytes], Awaitable[dict[str, Any]]]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.observe.trace_context import TraceIds
     from splitserve.orchestrator.router.core_driver import CoreDriver
     from splitserve.orchestrator.router.endpoints import Forwarded
-    from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.http_request import HttpRequest
+    from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.response_ids import ResponseIds
     from splitserve.orchestrator.router.tenants import Tenants
 

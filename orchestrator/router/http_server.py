@@ -30,6 +30,7 @@ import httptools
 from splitserve.orchestrator.router.dead_links import notice_dead_link
 from splitserve.orchestrator.router.errors import ApiError
 from splitserve.orchestrator.router.headers import request_id_of
+from splitserve.orchestrator.router.http_request import HttpRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,28 +59,6 @@ LINGER_S = 2.0
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-
-
-@dataclass(slots=True)
-class HttpRequest:
-    """One complete request. Header names are in lower case."""
-
-    method: str
-    path: str
-    headers: RawHeaders
-    body: bytes
-    keep_alive: bool
-    allows_chunks: bool
-    """False for HTTP/1.0, where only the connection's end can end a body of unknown length."""
-    query: str = ""
-    """What follows the path's question mark."""
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first header of that name."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
 
 
 class ClientListener(Protocol):

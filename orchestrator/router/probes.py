@@ -25,7 +25,8 @@ from splitserve.orchestrator.router.exchange import Exchange
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.router.core_driver import CoreDriver
-    from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest
+    from splitserve.orchestrator.router.http_request import HttpRequest
+    from splitserve.orchestrator.router.http_server import HttpConnection
 
 PROBE_PATH = "/internal/probe"
 PROBE = "probe"

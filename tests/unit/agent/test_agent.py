@@ -177,6 +177,35 @@ async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:
     assert rig.status().refused == ""
 
 
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [(Welcome(router="r"), ""), (RefuseNode(reason="another layout"), "another layout")],
+)
+async def test_a_node_is_known_when_the_router_has_answered(
+    rig: Rig, answer: ToAgent, refused: str
+) -> None:
+    """A connection alone says nothing: a refusal may be on its way. Nor does an answer about the
+    engine before this one, or over a connection that is lost.
+    """
+    rig.agent._link._connection_lost.clear()
+    rig.agent._report(rig.endpoint.state)
+    assert not rig.status().router_connected
+    assert rig.agent.health().obstacle == "no connection to the router"
+    await rig.agent._on_message(answer)
+    rig.agent._report(rig.endpoint.state)
+    assert (rig.status().router_connected, rig.status().refused) == (True, refused)
+    assert rig.agent.health().obstacle == refused
+    rig.life.incarnation = "decode-0-y"
+    rig.agent._report(rig.endpoint.state)
+    assert not rig.status().router_connected
+    rig.life.incarnation = "decode-0-x"
+    rig.agent._link._connection_lost.set()
+    rig.agent._report(rig.endpoint.state)
+    rig.agent._link._connection_lost.clear()
+    rig.agent._report(rig.endpoint.state)
+    assert not rig.status().router_connected
+
+
 async def test_a_role_is_reported_and_outlasts_the_agent(rig: Rig) -> None:
     """With every state; the agent after this one, of the same run, begins with it."""
     states: list[Any] = []

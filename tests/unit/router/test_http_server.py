@@ -12,12 +12,13 @@ from router_stubs.cluster import until
 
 from splitserve.orchestrator.router import http_server
 from splitserve.orchestrator.router.errors import ApiError
-from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest, HttpServer
+from splitserve.orchestrator.router.http_server import HttpConnection, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from splitserve.orchestrator.router.engine_client import RawHeaders
+    from splitserve.orchestrator.router.http_request import HttpRequest
 
 
 class Listener:

@@ -14,12 +14,14 @@ from support.certificates import Authority
 from splitserve.orchestrator.config import TlsConfig
 from splitserve.orchestrator.config.tls import ServerTls, client_context
 from splitserve.orchestrator.router.engine_client import EngineAddress, EngineClient, RawHeaders
-from splitserve.orchestrator.router.http_server import HttpConnection, HttpRequest, HttpServer
+from splitserve.orchestrator.router.http_server import HttpConnection, HttpServer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from splitserve.orchestrator.router.http_request import HttpRequest
 
 BODY = b"x" * 3_000_000
 LIMIT_BYTES = 100_000
