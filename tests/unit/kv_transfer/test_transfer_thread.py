@@ -11,9 +11,12 @@ from support.kv_rank import PROMPT, SOURCE, TARGET, KvRank, finish, opened, unti
 from splitserve.kv_transfer import messages
 from splitserve.kv_transfer.orders import CloseSend, Decline, Retarget, SendProgress, StepOrders
 from splitserve.kv_transfer.sending_side import SendingSide
+from splitserve.kv_transfer.transports.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from splitserve.kv_transfer.transports.base import PageIndices, TransportEvent
 
 
 def assert_landed(
@@ -55,8 +58,25 @@ def test_a_peer_is_asked_for_help_only_where_it_is_needed(
     told: set[str],
 ) -> None:
     """Where a write is over at the first look the peer is told to poll for its first transfer only,
-    before that is known; elsewhere for each.
+    before that is known; elsewhere, as over tcp when its peer has not read yet, for each.
     """
+    written: list[TcpTransport] = []
+    write, poll = TcpTransport.write, TcpTransport.poll
+
+    def write_and_note(
+        writer: TcpTransport, peer: str, tag: int, local: PageIndices, remote: PageIndices
+    ) -> int:
+        written.append(writer)
+        return write(writer, peer, tag, local, remote)
+
+    def poll_without_the_first(writer: TcpTransport) -> list[TransportEvent]:
+        if writer in written:
+            written.remove(writer)
+            return []
+        return poll(writer)
+
+    monkeypatch.setattr(TcpTransport, "write", write_and_note)
+    monkeypatch.setattr(TcpTransport, "poll", poll_without_the_first)
     asked: set[str] = set()
     send = SendingSide._send
 
