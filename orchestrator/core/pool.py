@@ -117,9 +117,11 @@ class Pool:
         if not levels:
             return None
         holders, nodes = levels[-1].holders, self._nodes_by_source
-        if nodes.keys().isdisjoint(holders):
-            return None
-        return next(nodes[source][0] for source in holders if source in nodes)
+        if len(holders) < len(nodes):
+            source = next((source for source in holders if source in nodes), None)
+        else:
+            source = next((source for source in nodes if source in holders), None)
+        return None if source is None else nodes[source][0]
 
     def _is_hopeless(self, levels: Sequence[Level], want: Want) -> bool:
         """Whether a glance shows that no node whose breaker is clean may take the prompt."""
