@@ -20,6 +20,8 @@ FlipVerdict = Literal[
     "not_flippable",
 ]
 
+ForgetVerdict = Literal["forgotten", "takes_part"]
+
 
 class AcceptNode(msgspec.Struct, frozen=True):
     """Tell the agent that its node takes part."""
@@ -74,6 +76,14 @@ class AnswerFlip(msgspec.Struct, frozen=True):
 
     ticket: int
     verdict: FlipVerdict
+    message: str
+
+
+class AnswerForget(msgspec.Struct, frozen=True):
+    """Tell the operator whether the node is forgotten."""
+
+    ticket: int
+    verdict: ForgetVerdict
     message: str
 
 
@@ -250,6 +260,7 @@ Effect = (
     | AnswerDrain
     | SetRole
     | AnswerFlip
+    | AnswerForget
     | StartPair
     | StartAlone
     | StartPrefill
