@@ -33,16 +33,17 @@ ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
 
 
-class NumberList(click.ParamType):
-    """``0-3,6``, ascending, each number once."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+def _number_lists(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Each of ``0-3,6`` and the like, ascending."""
+    found = []
+    for text in texts:
         try:
-            return tuple(sorted(parsed(value)))
+            found.append(tuple(sorted(parsed(text))))
         except ValueError:
-            self.fail(f"{value!r} is no list of numbers such as 0-3,6", param, ctx)
+            raise click.BadParameter(f"{text!r} is no list of numbers such as 0-3,6") from None
+    return tuple(found)
 
 
 @click.command()
@@ -50,12 +51,19 @@ class NumberList(click.ParamType):
 @click.argument("nodes", type=int)
 @click.option(
     "--cpus",
-    type=NumberList(),
+    metavar="LIST",
+    callback=_number_lists,
     multiple=True,
     help="CPUs of a new node, e.g. 8-11; once for each. Without it new nodes of a pinned pool "
     "share those of the others.",
 )
-@click.option("--gpus", type=NumberList(), multiple=True, help="GPUs of a new node; once for each.")
+@click.option(
+    "--gpus",
+    metavar="LIST",
+    callback=_number_lists,
+    multiple=True,
+    help="GPUs of a new node; once for each.",
+)
 @click.option(
     "--timeout",
     "timeout_s",
