@@ -6,6 +6,8 @@ Nodes that go are drained before: the highest numbers first, so that names stay 
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import shlex
 import time
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.cli.router_client import RouterClient
 
+LIMIT_NUMBER = 65_535
+"""No machine has a CPU beyond that number."""
 ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
 
@@ -40,6 +44,8 @@ def _number_lists(
     found = []
     for text in texts:
         try:
+            if any(int(number) > LIMIT_NUMBER for number in re.findall(r"\d+", text)):
+                raise ValueError
             found.append(tuple(sorted(parsed(text))))
         except ValueError:
             raise click.BadParameter(f"{text!r} is no list of numbers such as 0-3,6") from None
@@ -137,6 +143,13 @@ class Scaling(Departures):
         gpus: Sequence[Sequence[int]],
     ) -> Scaled:
         """What is to become of the cluster. Raises ``RefusedError``."""
+        usable = os.sched_getaffinity(0)
+        strange = {number for numbers in cpus for number in numbers} - usable
+        if strange:
+            raise RefusedError(
+                f"--cpus: {listed(strange)} cannot be used here; this machine offers "
+                f"{listed(usable)}"
+            )
         try:
             return scaled(self.config, pool, replicas, cpus=cpus, gpus=gpus)
         except ConfigError as error:
