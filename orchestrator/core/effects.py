@@ -202,7 +202,7 @@ class EndRequest(msgspec.Struct, frozen=True):
     timeline: Timeline
 
 
-class Timeline(msgspec.Struct, kw_only=True):
+class Timeline(msgspec.Struct, kw_only=True, array_like=True):
     """What happened to one request, times in seconds of the core's clock; None for what did not
     happen.
     """

@@ -38,7 +38,7 @@ from splitserve.orchestrator.router.openapi import OPENAPI_PATH, document
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
-from splitserve.orchestrator.router.request_log import server_timing
+from splitserve.orchestrator.router.request_records import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
 from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of

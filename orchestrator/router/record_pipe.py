@@ -1,7 +1,7 @@
-"""The router's end of its traces: hands the records of traced requests to the process that makes
-and sends their spans (``observe.span_program``), and keeps that process running.
+"""The router's end of a process that is told of requests that have ended: one makes and sends spans
+(``observe.span_program``), one writes the log (``log_program``). Keeps it running.
 
-A pipe that is full loses records, which are counted: requests never wait.
+A pipe that is full loses requests, which are counted: the router never waits.
 """
 
 from __future__ import annotations
@@ -19,32 +19,55 @@ import msgspec
 from splitserve.orchestrator.observe.sent_counts import SentCounts
 
 if TYPE_CHECKING:
+    from typing import IO
+
     from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
 _log = logging.getLogger(__name__)
 
-PROGRAM = "splitserve.orchestrator.observe.span_program"
-HELD_LIMIT_BYTES = 2**20
-"""Records that wait in the router for the process to read them."""
+SPAN_PROGRAM = "splitserve.orchestrator.observe.span_program"
+LOG_PROGRAM = "splitserve.orchestrator.router.log_program"
+HELD_LIMIT_BYTES = 4 * 2**20
+"""Requests that wait in the router for the process to read them, some 20,000."""
 RESTART_DELAY_S = 5.0
 """Doubled with each life that was short."""
 RESTART_DELAY_LIMIT_S = 300.0
 STOP_TIMEOUT_S = 3.0
-"""Longer than the program's own limit."""
+"""Longer than the span program's own limit."""
 
 
-class SpanPipe:
+def span_pipe(tracing: TracingConfig, port: int, model: str) -> RecordPipe:
+    """For spans of the router that listens on that port."""
+    settings = {
+        "tracing": tracing.model_dump(mode="json"),
+        "instance": f"{socket.gethostname()}:{port}",
+        "model": model,
+    }
+    return RecordPipe(
+        [SPAN_PROGRAM, msgspec.json.encode(settings).decode()], "the process that sends traces"
+    )
+
+
+def log_pipe(stream: IO[bytes]) -> RecordPipe:
+    """For the lines of the log, which go where ``stream`` leads."""
+    descriptor = stream.fileno()
+    return RecordPipe(
+        [LOG_PROGRAM, str(descriptor)], "the process that writes the request log", (descriptor,)
+    )
+
+
+class RecordPipe:
     """Owns the process. Made in the loop that it is used in; ``start`` comes first, ``stop``
     last.
     """
 
-    def __init__(self, tracing: TracingConfig, port: int, model: str) -> None:
-        settings = {
-            "tracing": tracing.model_dump(mode="json"),
-            "instance": f"{socket.gethostname()}:{port}",
-            "model": model,
-        }
-        self._argv = [sys.executable, "-m", PROGRAM, msgspec.json.encode(settings).decode()]
+    def __init__(self, arguments: list[str], title: str, descriptors: tuple[int, ...] = ()) -> None:
+        """``arguments`` are the module that the process runs, and its own; ``descriptors`` it
+        inherits.
+        """
+        self._argv = [sys.executable, "-m", *arguments]
+        self._title = title
+        self._descriptors = descriptors
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -62,16 +85,25 @@ class SpanPipe:
         """The process runs soon."""
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
 
-    def send(self, lines: list[bytes]) -> None:
-        """One record per line, each with its end."""
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process that could take something."""
         process = self._process
-        if process is None or process.stdin is None or process.stdin.is_closing():
-            self._lost += len(lines)
-            return
-        if process.stdin.transport.get_write_buffer_size() > HELD_LIMIT_BYTES:
-            self._lost += len(lines)
-            return
-        process.stdin.write(b"".join(lines))
+        return process is not None and process.stdin is not None and not process.stdin.is_closing()
+
+    def send(self, frame: bytes, requests: int) -> bool:
+        """The process is told of so many requests; False when they are lost."""
+        process = self._process
+        if (
+            process is None
+            or process.stdin is None
+            or process.stdin.is_closing()
+            or process.stdin.transport.get_write_buffer_size() > HELD_LIMIT_BYTES
+        ):
+            self._lost += requests
+            return False
+        process.stdin.write(frame)
+        return True
 
     async def stop(self) -> None:
         """What was handed over is sent, within a bound; the process has ended."""
@@ -91,7 +123,7 @@ class SpanPipe:
             try:
                 await self._run()
             except OSError as error:
-                _log.error("the process that sends traces cannot be started: %s", error)
+                _log.error("%s cannot be started: %s", self._title, error)
             if self._is_stopping:
                 return
             if time.monotonic() - began > RESTART_DELAY_LIMIT_S:
@@ -102,7 +134,10 @@ class SpanPipe:
     async def _run(self) -> None:
         """One life of the process."""
         process = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *self._argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=self._descriptors,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -113,7 +148,7 @@ class SpanPipe:
                     self._present = msgspec.json.decode(line, type=SentCounts)
             status = await process.wait()
             if not self._is_stopping:
-                _log.error("the process that sends traces ended with status %s", status)
+                _log.error("%s ended with status %s", self._title, status)
         finally:
             if process.returncode is None:
                 process.kill()
