@@ -1,5 +1,5 @@
-"""``python -m splitserve.orchestrator.router.log_program FD``: writes the router's request log to
-that descriptor, in a process of its own.
+"""``python -m splitserve.orchestrator.router.log_program``: writes the router's request log to its
+standard output, in a process of its own.
 
 A router has one thread for all requests, and making a line takes longer than handing over what it
 says. Standard input brings the requests (``request_records``). It ends when its input does: signals
@@ -25,10 +25,9 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    with open(int(sys.argv[1]), "wb", closefd=False) as stream:
-        lines = LogLines(stream)
-        for records in records_in(sys.stdin.buffer):
-            lines.write(record for record, _ in records)
+    lines = LogLines(sys.stdout.buffer)
+    for records in records_in(sys.stdin.buffer):
+        lines.write(record for record, _ in records)
     return 0
 
 

@@ -50,10 +50,7 @@ def span_pipe(tracing: TracingConfig, port: int, model: str) -> RecordPipe:
 
 def log_pipe(stream: IO[bytes]) -> RecordPipe:
     """For the lines of the log, which go where ``stream`` leads."""
-    descriptor = stream.fileno()
-    return RecordPipe(
-        [LOG_PROGRAM, str(descriptor)], "the process that writes the request log", (descriptor,)
-    )
+    return RecordPipe([LOG_PROGRAM], "the process that writes the request log", stream)
 
 
 class RecordPipe:
@@ -61,13 +58,13 @@ class RecordPipe:
     last.
     """
 
-    def __init__(self, arguments: list[str], title: str, descriptors: tuple[int, ...] = ()) -> None:
-        """``arguments`` are the module that the process runs, and its own; ``descriptors`` it
-        inherits.
+    def __init__(self, arguments: list[str], title: str, output: IO[bytes] | None = None) -> None:
+        """``arguments`` are the module that the process runs, and its own. Its standard output is
+        ``output``; without one it tells counts there.
         """
         self._argv = [sys.executable, "-m", *arguments]
         self._title = title
-        self._descriptors = descriptors
+        self._output = output
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -136,16 +133,13 @@ class RecordPipe:
         process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=self._descriptors,
+            stdout=asyncio.subprocess.PIPE if self._output is None else self._output,
         )
         assert process.stdin is not None
-        assert process.stdout is not None
         self._process = process
         try:
-            async for line in process.stdout:
-                with contextlib.suppress(msgspec.DecodeError):
-                    self._present = msgspec.json.decode(line, type=SentCounts)
+            if process.stdout is not None:
+                await self._read_counts(process.stdout)
             status = await process.wait()
             if not self._is_stopping:
                 _log.error("%s ended with status %s", self._title, status)
@@ -155,3 +149,8 @@ class RecordPipe:
                 await process.wait()
             self._past, self._present = self._past + self._present, SentCounts()
             self._process = None
+
+    async def _read_counts(self, output: asyncio.StreamReader) -> None:
+        async for line in output:
+            with contextlib.suppress(msgspec.DecodeError):
+                self._present = msgspec.json.decode(line, type=SentCounts)
