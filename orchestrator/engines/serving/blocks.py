@@ -1,5 +1,5 @@
-"""The mock engine's KV blocks: who uses them, and which full blocks can serve another prompt with
-the same beginning.
+"""An engine's KV blocks: who uses them, and which full blocks can serve another prompt that begins
+alike.
 
 As in vLLM: block 0 is the null block; a block nobody uses keeps its content, and its hash, until it
 is taken for something else, longest unused first. A block is offered to others from the moment it
