@@ -69,7 +69,7 @@ class MockFront:
         """The end token has no text."""
         return decode(tokens)
 
-    def detokenizer(self) -> MockDetokenizer:
+    def detokenizer(self, body: Request, prompt: Sequence[int]) -> MockDetokenizer:
         """Tokens are bytes."""
         return MockDetokenizer()
 
@@ -80,7 +80,3 @@ class MockDetokenizer:
     def feed(self, token: int) -> str:
         """Answers are ASCII."""
         return decode([token])
-
-    def rest(self) -> str:
-        """Nothing is held back."""
-        return ""

@@ -225,9 +225,11 @@ class EngineApi:
                     salt=body.cache_salt or "",
                     kv_transfer_params=None if found else body.kv_transfer_params,
                 )
-                choice = _Choice(request, prompt, TextOf(body.stops), self._front.detokenizer())
                 resumed = resumed_tokens(request.kv_transfer_params, self._served.secret)
-                for token in tokens[-resumed:] if resumed else ():
+                asked, begun = tokens[: len(tokens) - resumed], tokens[len(tokens) - resumed :]
+                detokenizer = self._front.detokenizer(body, asked)
+                choice = _Choice(request, prompt, TextOf(body.stops), detokenizer)
+                for token in begun:
                     choice.text.resume(choice.detokenizer.feed(token))
                 found.append(choice)
         return found
@@ -341,11 +343,9 @@ def _text_of_new(choice: _Choice, stop_token_ids: Sequence[int]) -> str:
     """What the newest token adds; a token that ended the answer has no text."""
     token = choice.sampled[-1].token
     if choice.finish_reason != "stop":
-        text = choice.detokenizer.feed(token)
-    else:
-        text = ""
-        choice.text.stop_reason = token if token in stop_token_ids else None
-    return text if choice.finish_reason is None else text + choice.detokenizer.rest()
+        return choice.detokenizer.feed(token)
+    choice.text.stop_reason = token if token in stop_token_ids else None
+    return ""
 
 
 def _usage(choices: list[_Choice]) -> dict[str, Any]:

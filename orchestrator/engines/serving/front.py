@@ -14,10 +14,9 @@ class Detokenizer(Protocol):
     """The text of one answer, token by token."""
 
     def feed(self, token: int) -> str:
-        """What is certain of the text now and was not before."""
-
-    def rest(self) -> str:
-        """What is left when the answer has ended, as well as it can be read."""
+        """What is certain of the text now and was not before; what never becomes a whole character
+        is never given out.
+        """
 
 
 class Front(Protocol):
@@ -48,5 +47,5 @@ class Front(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, special tokens included."""
 
-    def detokenizer(self) -> Detokenizer:
-        """A new one, for an answer that begins."""
+    def detokenizer(self, body: Request, prompt: Sequence[int]) -> Detokenizer:
+        """A new one, for an answer to ``prompt``."""

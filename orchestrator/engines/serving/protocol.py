@@ -13,7 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Kind = TypeVar("Kind", bound="Body")
+Kind = TypeVar("Kind")
 
 _TYPES = {
     400: "BadRequestError",
