@@ -207,8 +207,8 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
 def _engine_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> list[str]:
     if config.engine == "mock" and settings.engine is not None:
         return [
-            f"{pool}.engine: {settings.engine} has a model and the cluster's engine, mock, has none:"
-            " their KV cannot be exchanged; leave it out, or give the cluster another engine"
+            f"{pool}.engine: {settings.engine} cannot take KV of the cluster's engine, mock, which "
+            "has no model; leave it out, or give the cluster another engine"
         ]
     args, problems = settings.engine_args, []
     if config.engine_of(pool) != "transformers":

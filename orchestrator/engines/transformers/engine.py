@@ -1,9 +1,9 @@
 """The engine: a step of the scheduler as one forward pass of a transformers model.
 
 The pass runs in a thread of its own, so that HTTP goes on meanwhile; nothing else touches the
-model. Pages change only in two ways: by the pass, in blocks that the scheduler gave to the requests of the
-step, and by transfers and loads, in blocks of parked requests, which no pass reads. So pages from
-elsewhere never come under a running computation, and the engine need not be paused for them.
+model. Pages change only in two ways: by the pass, in blocks that the scheduler gave to the requests
+of the step, and by transfers and loads, in blocks of parked requests, which no pass reads. So pages
+from elsewhere never come under a running computation, and the engine need not be paused for them.
 """
 
 from __future__ import annotations
