@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.engines.serving.front import Detokenizer, Front
     from splitserve.orchestrator.engines.serving.protocol import Request as Body
 
+DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"
+"""vLLM's own variable: routes for whoever develops and measures."""
 BODY_LIMIT_BYTES = 64 * 2**20
 _EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8"}
 
@@ -120,6 +123,8 @@ class EngineApi:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/version", self._version)
+        if os.environ.get(DEV_MODE_ENV) == "1":
+            app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         return app
 
     async def _admit(self) -> None:
@@ -171,6 +176,10 @@ class EngineApi:
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": self._served.version})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """As vLLM's, for whoever measures: 200 when the engine's own prefix cache is empty."""
+        return web.Response(status=200 if self._engine.scheduler.pool.forget() else 409)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._front.read(await request.read(), is_chat=False))

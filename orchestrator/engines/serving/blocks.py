@@ -71,6 +71,16 @@ class BlockPool:
             self._hash_of[block] = value
             self._block_of[value] = block
 
+    def forget(self) -> bool:
+        """No block serves another prompt any more; False, and nothing changed, while some are in
+        use.
+        """
+        if any(self._users):
+            return False
+        self._hash_of.clear()
+        self._block_of.clear()
+        return True
+
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._users[block] = 1

@@ -254,6 +254,20 @@ def test_an_abort_gives_everything_back(world: World, steps: int) -> None:
     assert spans(world.step()) == []
 
 
+def test_prefixes_can_be_forgotten(world: World) -> None:
+    """Once no request has blocks: the same prompt is computed again."""
+    world.add("a", 9)
+    assert spans(world.step()) == [("a", 0, 8)]
+    assert not world.scheduler.pool.forget()
+    world.step()
+    world.add("b", 9)
+    assert spans(world.step()) == [("b", 8, 1)]
+    assert world.scheduler.pool.forget()
+    world.add("c", 9)
+    assert spans(world.step()) == [("c", 0, 8)]
+    assert world.free == 9
+
+
 def test_answers_end(world: World) -> None:
     """At the end token unless it is ignored or too early, at a stop id, at the limit."""
     plain = world.add("a", 3, max_tokens=9)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +11,9 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from splitserve.orchestrator.engines.transformers.fingerprint import engine_fingerprint
 from splitserve.orchestrator.engines.transformers.loading import page_isa, read_shape
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def shape(dtype: torch.dtype, head_items: int) -> Any:
