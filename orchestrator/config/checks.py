@@ -163,6 +163,7 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
                     f"give a multiple of {ranks}"
                 )
     problems += _host_problems(pool, settings)
+    problems += _engine_problems(pool, settings, config)
     if settings.gpus is not None and not config.experimental_cuda:
         problems.append(
             f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
@@ -173,12 +174,13 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             f"{pool}.gpus: the shared cache copies pages of CPU engines only so far; remove `cache`"
             f" or give {pool}.cpus"
         )
-    if config.engine == "vllm" and settings.cpus is None and settings.gpus is None:
+    engine = config.engine_of(pool)
+    if engine == "vllm" and settings.cpus is None and settings.gpus is None:
         problems.append(
             f"{pool}.cpus: required; left to themselves all engines bind the same core. Give "
             "one list per replica, e.g. [[0]]"
         )
-    if settings.gpus is None and config.engine == "vllm" and settings.engine_args.block_size % 32:
+    if settings.gpus is None and engine == "vllm" and settings.engine_args.block_size % 32:
         problems.append(
             f"{pool}.engine_args.block_size: {settings.engine_args.block_size} is no multiple "
             "of 32, which CPU attention needs"
@@ -199,6 +201,28 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             problems.append(f"{pool}.engine_args.{key}: a flag cannot hold a NUL character")
         elif known and difflib.SequenceMatcher(None, name, known[0]).ratio() > TYPING_ERROR_RATIO:
             problems.append(f"{pool}.engine_args.{key}: did you mean {known[0]!r}?")
+    return problems
+
+
+def _engine_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> list[str]:
+    if config.engine == "mock" and settings.engine is not None:
+        return [
+            f"{pool}.engine: {settings.engine} cannot take KV of the cluster's engine, mock, which "
+            "has no model; leave it out, or give the cluster another engine"
+        ]
+    args, problems = settings.engine_args, []
+    if config.engine_of(pool) != "transformers":
+        return []
+    if args.tensor_parallel_size != 1:
+        problems.append(
+            f"{pool}.engine_args.tensor_parallel_size: the transformers engine has one rank; use 1"
+            " and more replicas, or engine: vllm"
+        )
+    if args.kv_cache_dtype != "auto":
+        problems.append(
+            f"{pool}.engine_args.kv_cache_dtype: the transformers engine keeps KV in the model's "
+            f"type; {args.kv_cache_dtype} needs engine: vllm"
+        )
     return problems
 
 

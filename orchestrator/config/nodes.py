@@ -41,6 +41,7 @@ class NodeConfig:
     """Where the router and other engines find both; empty: where they listen."""
     scheme: str
     """``https`` with ``security.tls``, else ``http``."""
+    engine: str = "vllm"
     unpinned_cpus: int = 0
     """Where ``cpus`` is None: how many it may take, whichever they are; 0 when nothing is said."""
 
@@ -126,6 +127,7 @@ def _nodes_of(pool: str, config: ClusterConfig) -> list[NodeConfig]:
             transfer_host=hosts[index] if hosts else settings.transfer.host,
             advertise_host="" if hosts else settings.advertise_host,
             scheme=scheme_of(config),
+            engine=config.engine_of(pool),
         )
         for index in range(len(hosts[: settings.replicas]) if hosts else settings.replicas)
     ]

@@ -215,6 +215,11 @@ class EngineArgs(Section):
 class PoolConfig(Section):
     """One pool of equal nodes."""
 
+    engine: Literal["vllm", "transformers"] | None = None
+    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
+    exchanged and cached together.
+    """
+
     replicas: int = Field(default=1, ge=1)
     """Number of nodes."""
 
@@ -431,8 +436,10 @@ class ClusterConfig(Section):
     name: str = Field(default="default", pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
     """Name of the cluster for `status` and `down`; lower-case letters, digits, `.`, `_`, `-`."""
 
-    engine: Literal["vllm", "mock"] = "vllm"
-    """`vllm`, or `mock`: no model, real bytes; its answers depend on every page received."""
+    engine: Literal["vllm", "transformers", "mock"] = "vllm"
+    """`vllm`; `transformers`: small models by Hugging Face's library, without compilation, ready in
+    seconds; or `mock`: no model, real bytes; its answers depend on every page received.
+    """
 
     model: ModelConfig
     """Which model all nodes serve."""
@@ -472,6 +479,10 @@ class ClusterConfig(Section):
     """Allow two nodes to name the same CPU or GPU. They then compute in turns: for trying things on
     small machines.
     """
+
+    def engine_of(self, pool: str) -> str:
+        """The engine of the pool's nodes."""
+        return self.pool(pool).engine or self.engine
 
     def pool(self, pool: str) -> PoolConfig:
         """The pool ``prefill`` or ``decode``."""

@@ -29,6 +29,7 @@ API_KEY_ENV = "VLLM_API_KEY"
 
 _BUILDERS = {
     "vllm": "splitserve.orchestrator.engines.vllm.launch_arguments",
+    "transformers": "splitserve.orchestrator.engines.transformers.launch_arguments",
     "mock": "splitserve.orchestrator.engines.mock.launch_arguments",
 }
 
@@ -51,9 +52,9 @@ def engine_command(
     """The command of a node's engine. ``model`` is a folder or Hub id, ``incarnation`` new for
     every start.
     """
-    if config.engine not in _BUILDERS:
-        raise ValueError(f"unknown engine {config.engine!r}; known: {', '.join(_BUILDERS)}")
-    command: EngineCommand = import_module(_BUILDERS[config.engine]).command(
+    if node.engine not in _BUILDERS:
+        raise ValueError(f"unknown engine {node.engine!r}; known: {', '.join(_BUILDERS)}")
+    command: EngineCommand = import_module(_BUILDERS[node.engine]).command(
         config, node, model, incarnation
     )
     return command
@@ -63,9 +64,9 @@ def expected_fingerprint(config: ClusterConfig, pool: str) -> dict[str, str]:
     """What the pool's engines will say of their KV, as far as the YAML decides it, by key below the
     pool; the real fingerprint comes from a loaded model.
     """
-    expected: dict[str, str] = import_module(_BUILDERS[config.engine]).expected_fingerprint(
-        config.pool(pool)
-    )
+    expected: dict[str, str] = import_module(
+        _BUILDERS[config.engine_of(pool)]
+    ).expected_fingerprint(config.pool(pool))
     return expected
 
 

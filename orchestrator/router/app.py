@@ -277,7 +277,7 @@ def no_prompt_logprobs(config: ClusterConfig) -> str:
     every position of the prompt up as if it were one of the answer (``PunicaWrapperCPU``'s
     ``add_lora_logits``), and ends.
     """
-    if config.engine != "vllm" or config.decode.gpus is not None:
+    if config.engine_of("decode") != "vllm" or config.decode.gpus is not None:
         return ""
     flags = {key.replace("-", "_"): on for key, on in config.decode.engine_args.passed_on.items()}
     if not flags.get("enable_lora"):

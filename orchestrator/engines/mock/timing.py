@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from splitserve.kv_transfer.orders import TransferResults
-    from splitserve.orchestrator.engines.mock.scheduler import Request, StepPlan
+    from splitserve.orchestrator.engines.serving.scheduler import Request, StepPlan
     from splitserve.orchestrator.tuner.profile import Profile
 
 CATCH_UP_LIMIT_S = 0.02

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from splitserve.orchestrator.engines.mock.blocks import BlockPool, block_hashes
-from splitserve.orchestrator.engines.mock.tokenizer import END
+from splitserve.orchestrator.engines.serving.blocks import BlockPool, block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,8 +47,10 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     min_tokens: int = 0
-    ignore_end: bool = False
-    stop_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens with which the model, or the client, ends an answer."""
+    sampling: object = None
+    """How the engine chooses tokens; the scheduler does not look at it."""
     salt: str = ""
     kv_transfer_params: dict[str, object] | None = None
     answer: list[int] = field(default_factory=list)
@@ -357,11 +358,8 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _end_of(self, request: Request, token: int) -> str | None:
-        if len(request.answer) > request.min_tokens:
-            if token == END and not request.ignore_end:
-                return "stop"
-            if token in request.stop_ids:
-                return "stop"
+        if len(request.answer) > request.min_tokens and token in request.end_ids:
+            return "stop"
         return "length" if len(request.answer) >= request.max_tokens else None
 
     def _finish(self, request: Request, reason: str, *, keep_blocks: bool) -> None:

@@ -1,13 +1,14 @@
-"""The mock engine's KV connector: the product's own pieces behind the scheduler's hooks and the
-forward pass.
+"""The KV connector of an engine whose scheduler and ranks live in one process: the product's own
+pieces behind the scheduler's hooks and the forward pass.
 
-What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM, in one process: the same
-``Legs`` with the agent's endpoint, and one real ``TransferThread`` per tensor-parallel rank.
+What ``engines/vllm/scheduler_half.py`` and ``worker_half.py`` are to vLLM: the same ``Legs`` with
+the agent's endpoint, and one ``TransferThread`` per tensor-parallel rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -18,19 +19,32 @@ from splitserve.kv_transfer.cache.orders import CacheNews
 from splitserve.kv_transfer.engine_endpoint import EngineDescription
 from splitserve.kv_transfer.orders import TransferResults
 from splitserve.kv_transfer.transfer_thread import TransferThread
-from splitserve.orchestrator.engines.hardware import of_processor
 from splitserve.orchestrator.engines.joined_receives import JoinedReceives
 from splitserve.orchestrator.engines.legs import Computed, EngineLoad, Legs
-from splitserve.orchestrator.engines.mock.cache_half import cache_threads, engine_cache
-from splitserve.orchestrator.engines.mock.tokenizer import VOCABULARY
+from splitserve.orchestrator.engines.serving.cache_half import cache_threads, engine_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splitserve.kv_transfer.cache.copy_thread import CacheThread
     from splitserve.orchestrator.engines.connector_config import ConnectorConfig
-    from splitserve.orchestrator.engines.mock.model import KvMemory
-    from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
+    from splitserve.orchestrator.engines.serving.memory import RankMemory
+    from splitserve.orchestrator.engines.serving.scheduler import Request, Scheduler, StepPlan
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine says of itself, to its peers and to its agent."""
+
+    engine: str
+    """Name and version."""
+    hardware: str
+    fingerprint: dict[str, str]
+    vocabulary_tokens: int
+    max_model_len: int
+    prefix_caching: bool
+    step_limit_tokens: int
+    running_limit_requests: int
 
 
 class NoConnector:
@@ -86,15 +100,11 @@ class Connector:
         self,
         config: ConnectorConfig,
         secret: bytes,
-        memories: Sequence[KvMemory],
-        *,
-        fingerprint: dict[str, str],
-        max_model_len: int,
-        prefix_caching: bool = True,
-        step_limit_tokens: int = 0,
-        running_limit_requests: int = 0,
+        memories: Sequence[RankMemory],
+        facts: EngineFacts,
     ) -> None:
-        layout = memories[0].layout
+        layout, fingerprint = memories[0].layout, facts.fingerprint
+        self._memories = memories
         self._reports = RankReports(len(memories))
         self._prompt_tokens_computed = 0
         self._preemptions = 0
@@ -119,8 +129,8 @@ class Connector:
                 config.cache, memories, incarnation=config.incarnation, fingerprint=fingerprint
             )
             cache = engine_cache(
-                config.cache, memories[0].shape, len(memories), incarnation=config.incarnation,
-                fingerprint=fingerprint, pool=lambda: self._bound_scheduler.pool,
+                config.cache, memories, incarnation=config.incarnation, fingerprint=fingerprint,
+                pool=lambda: self._bound_scheduler.pool,
             )  # fmt: skip
         self._legs = Legs(
             secret,
@@ -131,21 +141,21 @@ class Connector:
                 control_addresses=tuple(map(config.advertised_address, range(len(memories)))),
                 block_tokens=layout.block_tokens,
                 total_blocks=layout.num_blocks,
-                max_model_len=max_model_len,
+                max_model_len=facts.max_model_len,
                 tensor_parallel=len(memories),
                 transport=config.transport,
-                reports_prefixes=prefix_caching,
+                reports_prefixes=facts.prefix_caching,
                 reports_transfers=True,
                 uses_cache=config.cache is not None,
-                step_limit_tokens=step_limit_tokens,
-                running_limit_requests=running_limit_requests,
-                kv_bytes_per_token=memories[0].shape.token_bytes,
-                vocabulary_tokens=VOCABULARY,
-                engine=fingerprint["engine"],
-                hardware=of_processor(),
+                step_limit_tokens=facts.step_limit_tokens,
+                running_limit_requests=facts.running_limit_requests,
+                kv_bytes_per_token=memories[0].token_bytes,
+                vocabulary_tokens=facts.vocabulary_tokens,
+                engine=facts.engine,
+                hardware=facts.hardware,
             ),
             self._load,
-            self._is_cached if prefix_caching else None,
+            self._is_cached if facts.prefix_caching else None,
             cache,
         )
 
@@ -232,13 +242,13 @@ class Connector:
             joined.begin_step(orders, cache_orders)
         for cache in self._caches:
             cache.begin_step(cache_orders)
-        for thread in self._threads:
-            thread.begin_step(orders)
+        for thread, memory in zip(self._threads, self._memories, strict=True):
+            thread.begin_step(orders, memory.computed_so_far() if orders.progress else None)
 
     def layer_done(self, layer: int) -> None:
         """The forward pass has left ``layer`` on every rank."""
-        for thread in self._threads:
-            thread.layer_done(layer)
+        for thread, memory in zip(self._threads, self._memories, strict=True):
+            thread.layer_done(layer, memory.computed_so_far())
         for cache in self._caches:
             cache.layer_done(layer)
 
@@ -257,8 +267,8 @@ class Connector:
 
     def end_step(self) -> TransferResults:
         """The forward pass is over; what all ranks have finished since the last step."""
-        for thread in self._threads:
-            thread.end_step()
+        for thread, memory in zip(self._threads, self._memories, strict=True):
+            thread.end_step(memory.computed_so_far())
         for cache in self._caches:
             cache.end_step()
         news = [cache.take_news() for cache in self._caches] or [CacheNews()] * len(self._threads)

@@ -1,4 +1,4 @@
-"""The mock engine's end of its host's cache: the product's own pieces with the mock's chunks."""
+"""An engine's end of its host's cache, in the process that runs its scheduler and its ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.copy_thread import CacheThread
 from splitserve.kv_transfer.cache.engine_cache import EngineCache
-from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.keys import model_digest
 from splitserve.kv_transfer.cache.lookup_client import LookupClient
 
@@ -14,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from splitserve.kv_transfer.cache.settings import CacheClientConfig
-    from splitserve.orchestrator.engines.mock.blocks import BlockPool
-    from splitserve.orchestrator.engines.mock.model import KvMemory, KvShape
+    from splitserve.orchestrator.engines.serving.blocks import BlockPool
+    from splitserve.orchestrator.engines.serving.memory import RankMemory
 
 
 class PoolHolder:
@@ -36,15 +35,14 @@ class PoolHolder:
 
 def engine_cache(
     config: CacheClientConfig,
-    shape: KvShape,
-    ranks: int,
+    memories: Sequence[RankMemory],
     *,
     incarnation: str,
     fingerprint: dict[str, str],
     pool: Callable[[], BlockPool],
 ) -> EngineCache:
     """The scheduler's end."""
-    geometry = chunk_geometry(config.chunk_tokens, shape)
+    geometry, ranks = memories[0].geometry(config.chunk_tokens), len(memories)
     model = model_digest(fingerprint, config.chunk_tokens)
     lookups = LookupClient(
         config.socket_path, incarnation, ranks, model, geometry, limit_s=config.lookup_timeout_s
@@ -56,7 +54,7 @@ def engine_cache(
 
 def cache_threads(
     config: CacheClientConfig,
-    memories: Sequence[KvMemory],
+    memories: Sequence[RankMemory],
     *,
     incarnation: str,
     fingerprint: dict[str, str],
@@ -70,21 +68,7 @@ def cache_threads(
             ranks=len(memories),
             model=model_digest(fingerprint, config.chunk_tokens),
             layout=memory.layout,
-            geometry=chunk_geometry(config.chunk_tokens, memory.shape),
+            geometry=memory.geometry(config.chunk_tokens),
         )
         for rank, memory in enumerate(memories)
     ]
-
-
-def chunk_geometry(chunk_tokens: int, shape: KvShape) -> ChunkGeometry:
-    """The chunks that the mock engine writes: it has keys only."""
-    return ChunkGeometry(
-        layers=shape.layers,
-        chunk_tokens=chunk_tokens,
-        block_tokens=shape.block_tokens,
-        heads=shape.heads,
-        key_bytes=shape.head_bytes,
-        value_bytes=0,
-        item_bytes=1,
-        order="rows",
-    )

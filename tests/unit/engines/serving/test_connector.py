@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from splitserve.kv_transfer.orders import TransferResults
-from splitserve.orchestrator.engines.mock.connector import RankReports
+from splitserve.orchestrator.engines.serving.connector import RankReports
 
 
 def names(*found: str) -> frozenset[str]:

@@ -1,5 +1,5 @@
-"""The mock engine's KV blocks: who uses them, and which full blocks can serve another prompt with
-the same beginning.
+"""An engine's KV blocks: who uses them, and which full blocks can serve another prompt that begins
+alike.
 
 As in vLLM: block 0 is the null block; a block nobody uses keeps its content, and its hash, until it
 is taken for something else, longest unused first. A block is offered to others from the moment it
@@ -70,6 +70,16 @@ class BlockPool:
         if block not in self._hash_of and value not in self._block_of:
             self._hash_of[block] = value
             self._block_of[value] = block
+
+    def forget(self) -> bool:
+        """No block serves another prompt any more; False, and nothing changed, while some are in
+        use.
+        """
+        if any(self._users):
+            return False
+        self._hash_of.clear()
+        self._block_of.clear()
+        return True
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from splitserve.kv_transfer.orders import TransferResults
-from splitserve.orchestrator.engines.mock.scheduler import Request, Scheduler, StepPlan
-from splitserve.orchestrator.engines.mock.tokenizer import END
+from splitserve.orchestrator.engines.serving.scheduler import Request, Scheduler, StepPlan
 
 BLOCK = 4
+END = 256
 NOTHING = TransferResults()
 
 
@@ -58,7 +58,7 @@ class World:
 
     def add(self, name: str, prompt_tokens: int, max_tokens: int = 1, start: int = 100) -> Request:
         prompt = tuple(range(start, start + prompt_tokens))
-        request = Request(name, prompt, max_tokens)
+        request = Request(name, prompt, max_tokens, end_ids=frozenset({END}))
         self.scheduler.add(request)
         return request
 
@@ -254,17 +254,31 @@ def test_an_abort_gives_everything_back(world: World, steps: int) -> None:
     assert spans(world.step()) == []
 
 
+def test_prefixes_can_be_forgotten(world: World) -> None:
+    """Once no request has blocks: the same prompt is computed again."""
+    world.add("a", 9)
+    assert spans(world.step()) == [("a", 0, 8)]
+    assert not world.scheduler.pool.forget()
+    world.step()
+    world.add("b", 9)
+    assert spans(world.step()) == [("b", 8, 1)]
+    assert world.scheduler.pool.forget()
+    world.add("c", 9)
+    assert spans(world.step()) == [("c", 0, 8)]
+    assert world.free == 9
+
+
 def test_answers_end(world: World) -> None:
     """At the end token unless it is ignored or too early, at a stop id, at the limit."""
     plain = world.add("a", 3, max_tokens=9)
     world.step(token=END)
     assert plain.finish_reason == "stop"
-    ignoring = Request("b", (1, 2), 2, ignore_end=True)
+    ignoring = Request("b", (1, 2), 2)
     world.scheduler.add(ignoring)
     world.step(token=END)
     world.step(token=END)
     assert ignoring.finish_reason == "length"
-    early = Request("c", (3, 4), 9, min_tokens=1, stop_ids=frozenset({77}))
+    early = Request("c", (3, 4), 9, min_tokens=1, end_ids=frozenset({77, END}))
     world.scheduler.add(early)
     world.step(token=END)
     assert early.finish_reason is None

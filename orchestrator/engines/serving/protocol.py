@@ -1,4 +1,4 @@
-"""The OpenAI requests that the mock engine reads, and the JSON it answers with, in the shapes of
+"""The OpenAI requests that our own engines read, and the JSON they answer with, in the shapes of
 vLLM 0.32.
 """
 
@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from splitserve.orchestrator.engines.mock.tokenizer import (
-    VOCABULARY,
-    PromptError,
-    chat_prompt,
-    encode,
-)
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Kind = TypeVar("Kind")
 
 _TYPES = {
     400: "BadRequestError",
@@ -25,7 +23,7 @@ _TYPES = {
 }
 
 
-class MockApiError(Exception):
+class ApiError(Exception):
     """The request ends with this status and message; ``param`` names the field that is wrong."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -53,7 +51,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints read; other fields are ignored, as by vLLM."""
+    """What both endpoints of every engine read; other fields are ignored, as by vLLM, where an
+    engine does not say otherwise.
+    """
 
     model: str | None = None
     max_tokens: int | None = None
@@ -96,21 +96,23 @@ class DetokenizeBody(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
-def read_tokenize(raw: bytes) -> CompletionBody | ChatBody:
-    """The request of ``/tokenize``: a prompt or messages. Raises ``MockApiError`` 400."""
+Request = CompletionBody | ChatBody
+
+
+def read_fields(raw: bytes) -> dict[str, Any]:
+    """The body as it came. Raises ``ApiError`` 400 when it is no JSON object."""
     try:
-        fields = msgspec.json.decode(raw, type=dict[str, Any])
+        return msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise MockApiError(400, f"the request body is not valid: {error}") from error
-    return read_body(raw, ChatBody if "messages" in fields else CompletionBody)
+        raise ApiError(400, f"the request body is not valid: {error}") from error
 
 
-def read_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
-    """The request. Raises ``MockApiError`` 400."""
+def read_body(raw: bytes, kind: type[Kind]) -> Kind:
+    """The request. Raises ``ApiError`` 400."""
     try:
         return msgspec.json.decode(raw, type=kind, strict=False)
     except msgspec.DecodeError as error:
-        raise MockApiError(400, f"the request body is not valid: {error}") from error
+        raise ApiError(400, f"the request body is not valid: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -122,42 +124,37 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
-def prompts_of(body: CompletionBody | ChatBody) -> list[Prompt]:
-    """Every prompt of the request, not empty. Raises ``MockApiError`` 400."""
-    if isinstance(body, ChatBody):
-        ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
-        if ids is not None:
-            return [_prompt(ids)]
-        try:
-            text = chat_prompt(body.messages, body.tools)
-        except PromptError as error:
-            raise MockApiError(400, str(error), "messages") from error
-        return [Prompt(text, tuple(encode(text)))]
-    prompt = body.prompt
+def prompts_in(
+    prompt: object, encode: Callable[[str], Sequence[int]], vocabulary_tokens: int
+) -> list[Prompt]:
+    """Every prompt of a completion, none of them empty. Raises ``ApiError`` 400."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return [_prompt(one) for one in (prompt if several else [prompt])]
+    parts = prompt if isinstance(prompt, list) and several else [prompt]
+    return [prompt_of(part, encode, vocabulary_tokens) for part in parts]
 
 
-def _prompt(prompt: object) -> Prompt:
+def prompt_of(
+    prompt: object, encode: Callable[[str], Sequence[int]], vocabulary_tokens: int
+) -> Prompt:
+    """A single one, of text or of token ids. Raises ``ApiError`` 400."""
     if isinstance(prompt, str):
-        tokens: list[int] = encode(prompt)
-        text = prompt
+        tokens, text = tuple(encode(prompt)), prompt
     elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        tokens, text = prompt, None
+        tokens, text = tuple(prompt), None
     else:
-        raise MockApiError(400, "'prompt' must be text or token ids", "prompt")
+        raise ApiError(400, "'prompt' must be text or token ids", "prompt")
     if not tokens:
-        raise MockApiError(400, "The decoder prompt cannot be empty", "prompt")
-    wrong = next((token for token in tokens if not 0 <= token < VOCABULARY), None)
+        raise ApiError(400, "The decoder prompt cannot be empty", "prompt")
+    wrong = next((token for token in tokens if not 0 <= token < vocabulary_tokens), None)
     if wrong is not None:
-        raise MockApiError(400, f"Token id {wrong} is out of vocabulary", "prompt")
-    return Prompt(text, tuple(tokens))
+        raise ApiError(400, f"Token id {wrong} is out of vocabulary", "prompt")
+    return Prompt(text, tokens)
 
 
-def limit_tokens(body: CompletionBody | ChatBody, prompt_tokens: int, max_model_len: int) -> int:
-    """How long the answer may be. Raises ``MockApiError`` 400 for a prompt that is too long."""
+def limit_tokens(body: Request, prompt_tokens: int, max_model_len: int) -> int:
+    """How long the answer may be. Raises ``ApiError`` 400 for a prompt that is too long."""
     if prompt_tokens >= max_model_len:
-        raise MockApiError(
+        raise ApiError(
             400,
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
             f"contains {prompt_tokens} input tokens, which exceeds this limit even without any "
@@ -170,9 +167,9 @@ def limit_tokens(body: CompletionBody | ChatBody, prompt_tokens: int, max_model_
     else:
         wanted = 16 if body.max_tokens is None else body.max_tokens
     if wanted is not None and wanted < 1:
-        raise MockApiError(400, f"max_tokens must be at least 1, got {wanted}.", "max_tokens")
+        raise ApiError(400, f"max_tokens must be at least 1, got {wanted}.", "max_tokens")
     if wanted is not None and wanted > max_model_len:
-        raise MockApiError(
+        raise ApiError(
             400,
             f"max_tokens={wanted} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
@@ -188,7 +185,8 @@ class TextOf:
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stop_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        """The stop string, or the token of ``stop_token_ids``, that ended the answer."""
         self._stops = stops
         self._held = ""
 
@@ -196,12 +194,18 @@ class TextOf:
         """Another engine has sent the answer's beginning, as far as it could go out."""
         self.feed(text, is_last=False)
 
-    def feed(self, text: str, *, is_last: bool) -> str:
-        """What may go out; ``stop_reason`` is set when a stop string has come."""
+    def feed(self, text: str, *, is_last: bool, may_stop: bool = True) -> str:
+        """What may go out; ``stop_reason`` is set when a stop string has come. Where the answer
+        must not stop yet, stop strings are text like any other.
+        """
         self._held += text
+        if not may_stop:
+            self._held, out = "", self._held
+            return out
         places = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if places:
-            at, self.stop_reason = min(places)
+            at, stop = min(places)
+            self.stop_reason = stop
             return self._held[:at]
         keep = 0 if is_last else max((len(stop) for stop in self._stops), default=1) - 1
         out = self._held[: max(0, len(self._held) - keep)]
@@ -227,15 +231,16 @@ class Shapes:
         index: int,
         text: str,
         finish_reason: str | None,
-        stop_reason: str | None,
+        stop_reason: str | int | None,
         *,
         ids: list[int] | None = None,
         prompt_ids: list[int] | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The next text of one choice; with its ids if they were asked for."""
+        """The next text of one choice; with what else was asked for."""
         choice: dict[str, Any] = {"index": index}
         choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
-        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
         if not self.is_chat or finish_reason is not None:
             choice["stop_reason"] = stop_reason
         if not self.is_chat:
@@ -253,7 +258,12 @@ class Shapes:
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def choice(
-        self, index: int, text: str, finish_reason: str | None, stop_reason: str | None
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One complete choice."""
         content = (
@@ -261,7 +271,7 @@ class Shapes:
             if self.is_chat
             else {"text": text}
         )
-        end = {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+        end = {"logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
         return {"index": index, **content, **end}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
