@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from splitserve.kv_transfer.holdings import RECEIVES, SENDS
 from splitserve.orchestrator.core.breaker import Breaker
+from splitserve.orchestrator.core.pool import Pool
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.messages import (
@@ -140,9 +141,12 @@ class Node:
         """Blocks that so many tokens take here; never more than the engine could use for one
         request.
         """
-        size = self.description.block_tokens
-        most = min(self.description.max_model_len, self.description.total_blocks * size)
-        return -(-min(tokens, most) // size)
+        description = self.description
+        size = description.block_tokens
+        if tokens > description.max_model_len:
+            tokens = description.max_model_len
+        blocks = -(-tokens // size)
+        return blocks if blocks < description.total_blocks else description.total_blocks
 
     def breaker(self, leg: Leg) -> Breaker:
         """The breaker of that kind of leg."""
@@ -168,7 +172,7 @@ class Membership:
         """Nodes that restart because they were told to, by name, until they are usable again."""
         self.ordered_roles: dict[str, str] = {}
         """Roles that nodes were told to take, by name: they outlast engines and connections."""
-        self._usable: dict[str, list[Node]] = {}
+        self._pools: dict[str, Pool] = {}
         self._adapters: dict[str, AdapterDescription] | None = None
 
     @property
@@ -187,11 +191,20 @@ class Membership:
 
     def usable(self, role: str) -> list[Node]:
         """Nodes to which new work of that role may go."""
-        found = self._usable.get(role)
+        return self.pool(role).nodes
+
+    def pool(self, role: str) -> Pool:
+        """The same, as what a choice is made from."""
+        found = self._pools.get(role)
         if found is None:
-            found = [n for n in self.nodes.values() if n.role == role and n.is_usable]
-            self._usable[role] = found
+            nodes = [n for n in self.nodes.values() if n.role == role and n.is_usable]
+            found = self._pools[role] = Pool(role, nodes)
         return found
+
+    def touched(self, node: Node) -> None:
+        """To be called after what is counted on a node, its room or a breaker has changed."""
+        for pool in self._pools.values():
+            pool.touch(node)
 
     def awaits(self, role: str) -> bool:
         """Whether a node of that role restarts and is expected back."""
@@ -199,7 +212,7 @@ class Membership:
 
     def changed(self) -> None:
         """To be called after a node came, went, or became usable or not."""
-        self._usable.clear()
+        self._pools.clear()
         self._adapters = None
 
     def find(self, name: str, incarnation: str) -> Node | None:
@@ -215,7 +228,9 @@ class Membership:
         return None
 
     def why_refuse(self, description: NodeDescription, role: str) -> str:
-        """What keeps a node from taking part, naming both values; empty when nothing does."""
+        """What keeps a node from taking part, naming both values; empty when nothing does. All that
+        take part are equal, so one of them says it for all.
+        """
         if role not in (PREFILL, DECODE):
             return f"role {role!r} is neither {PREFILL!r} nor {DECODE!r}"
         for other in self.nodes.values():
@@ -234,6 +249,7 @@ class Membership:
                 its = theirs.fingerprint.get(key, "(none)")
                 if mine != its:
                     return _difference(f"fingerprint {key}", ours.node, mine, theirs.node, its)
+            return ""
         return ""
 
 

@@ -117,7 +117,7 @@ def choose_decode(
             key = (standing, promised - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
-        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
+        if has_room(node, tokens):
             best, best_key = node, key
     if missing == "decode_node" and shut:
         missing = "decode_blocks"
@@ -153,17 +153,14 @@ def choose_prefill(
             continue
         missing = "prefill_slot"
         hit = hits.get(node.description.incarnation, NO_HIT) if hits else NO_HIT
-        uncached = node.prefill_tokens + tokens - hit.tokens
-        fits_in_a_step = uncached <= limits.prefill_batch_tokens
-        has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
-        if not (has_slot or fits_in_a_step):
+        if not (ignores_slots or has_slot(node, tokens, hit.tokens, limits)):
             continue
         key: tuple[int, ...] = (standing, node.prefill_legs, node.chosen_at)
         if hits:
-            key = (standing, uncached, -hit.own_tokens, *key[1:])
+            key = (standing, node.prefill_tokens - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
-        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
+        if has_room(node, tokens):
             best, best_key = node, key
     if missing == "prefill_node" and shut:
         best = _to_try_anyway(shut, "prefill", tokens, now)
@@ -173,12 +170,70 @@ def choose_prefill(
 def _to_try_anyway(nodes: Iterable[Node], leg: Leg, tokens: int, now: float) -> Node | None:
     """Of nodes that are shut, the one chosen longest ago of those that may be tried now."""
     may = [
-        node
-        for node in nodes
-        if node.breaker(leg).may_try_anyway(now)
-        and (node.free_blocks >= node.blocks_for(tokens) or is_idle(node))
+        node for node in nodes if node.breaker(leg).may_try_anyway(now) and has_room(node, tokens)
     ]
     return min(may, key=attrgetter("chosen_at"), default=None)
+
+
+class Least(NamedTuple):
+    """The best that any node of a pool whose breaker is clean has to offer in each respect."""
+
+    load_tokens: int
+    legs: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWant:
+    """Which nodes ``choose_decode`` may choose of those whose breakers are clean."""
+
+    tokens: int
+    tried: Collection[str]
+
+    def may(self, node: Node, gain: int) -> bool:
+        """Whether it may choose this one; what it gains does not matter."""
+        if self.tried and node.description.incarnation in self.tried:
+            return False
+        return has_room(node, self.tokens)
+
+    def is_hopeless(self, least: Least, blocks: int, gain: int) -> bool:
+        """Whether it can choose none, when each would need so many blocks."""
+        return least.legs > 0 and least.free_blocks < blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWant:
+    """Which nodes ``choose_prefill`` may choose of those whose breakers are clean."""
+
+    tokens: int
+    limits: PlacementLimits
+
+    def may(self, node: Node, gain: int) -> bool:
+        """Whether it may choose this one, which need not compute ``gain`` of the prompt."""
+        return has_slot(node, self.tokens, gain, self.limits) and has_room(node, self.tokens)
+
+    def is_hopeless(self, least: Least, blocks: int, gain: int) -> bool:
+        """Whether it can choose none, when each would need so many blocks and none gains more."""
+        if least.legs > 0 and least.free_blocks < blocks:
+            return True
+        if least.legs <= self.limits.prefill_ahead_requests:
+            return False
+        return least.load_tokens + self.tokens - gain > self.limits.prefill_batch_tokens
+
+
+def has_slot(node: Node, tokens: int, gain: int, limits: PlacementLimits) -> bool:
+    """Whether the prompt's turn on a prefill node has come: few legs are there, or all that there
+    is to compute fits in one step.
+    """
+    if node.prefill_legs <= limits.prefill_ahead_requests:
+        return True
+    return node.prefill_tokens + tokens - gain <= limits.prefill_batch_tokens
+
+
+def has_room(node: Node, tokens: int) -> bool:
+    """Whether the node's free blocks cover so many tokens, or nothing else is on it."""
+    free = node.description.total_blocks - node.foreign_blocks - node.committed_blocks
+    return free >= node.blocks_for(tokens) or is_idle(node)
 
 
 def is_idle(node: Node) -> bool:
@@ -188,7 +243,7 @@ def is_idle(node: Node) -> bool:
     An idle node takes any request: if it is too large the engine says so better than the router
     could.
     """
-    busy = node.state is not None and (
-        node.state.leased_blocks or node.state.running or node.state.waiting
-    )
-    return not (node.prefill_legs or node.decode_legs or busy)
+    if node.prefill_legs or node.decode_legs:
+        return False
+    state = node.state
+    return state is None or not (state.leased_blocks or state.running or state.waiting)

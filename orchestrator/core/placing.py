@@ -22,18 +22,23 @@ from splitserve.orchestrator.core.effects import (
     StartAlone,
     StartPair,
 )
-from splitserve.orchestrator.core.expected_hits import NO_HIT, expected_hits
+from splitserve.orchestrator.core.expected_hits import (
+    NO_HIT,
+    Known,
+)
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
-from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
+from splitserve.orchestrator.core.membership import DECODE, PREFILL
 from splitserve.orchestrator.core.placement import (
     Choice,
+    DecodeWant,
     Missing,
+    PrefillWant,
     choose_decode,
     choose_prefill,
     decision,
 )
-from splitserve.orchestrator.core.prefix_index import NOTHING_HELD, PrefixIndex
+from splitserve.orchestrator.core.prefix_index import PrefixIndex
 from splitserve.orchestrator.core.suspecting import Suspecting
 
 if TYPE_CHECKING:
@@ -43,9 +48,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.expected_hits import Hit
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
-    from splitserve.orchestrator.core.prefix_index import Held
     from splitserve.orchestrator.core.requests import Request
 
+    Candidates = tuple[list[Node], Mapping[str, Hit]]
+    """Nodes among which to choose, and what they have of the prompt; of others perhaps too."""
 
 QUEUE_SCAN_LIMIT_REQUESTS = 32
 """How far behind a request that waits for a node's return the queue is searched for others."""
@@ -56,7 +62,6 @@ class Placing(Suspecting, ABC):
 
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
-        self.membership = Membership()
         self.prefixes = PrefixIndex()
         self.requests: dict[str, Request] = {}
         self.queue: FairQueue[Request] = FairQueue(limits.tenant_weights)
@@ -153,20 +158,14 @@ class Placing(Suspecting, ABC):
         arrived, limits = request.arrived, self.limits.placement
         if not arrived.needs_kv:
             return self._choose_at_once(request, now)
-        decode_nodes, prefill_nodes = (
-            self.membership.usable(DECODE),
-            self.membership.usable(PREFILL),
-        )
-        if is_choosy(request):
-            decode_nodes, prefill_nodes = self._nodes_for(request)
-        held = self.held_of(request)
-        hits = expected_hits(held, arrived, decode_nodes)
-        tokens = self._tokens_of(request)
+        tokens, known = self._tokens_of(request), Known(self.prefixes, arrived)
+        decode_nodes, hits = self._decode_candidates(request, tokens, known)
         found = choose_decode(decode_nodes, tokens, request.tried, now, hits)
         if isinstance(found, str):
             return found
         decode, blocks = found
         hit = hits.get(decode.description.incarnation, NO_HIT)
+        prefill_nodes = self.membership.usable(PREFILL)
         if arrived.adapter:
             prefill_nodes = [n for n in prefill_nodes if has_same_adapter(n, decode, request)]
         decided = decision(
@@ -177,7 +176,7 @@ class Placing(Suspecting, ABC):
         if decided != "split":
             request.timeline.decision = decided
             return Choice(decode, blocks, decode_hit=hit)
-        hits = expected_hits(held, arrived, prefill_nodes)
+        prefill_nodes, hits = self._prefill_candidates(request, prefill_nodes, known)
         place = choose_prefill(prefill_nodes, arrived.prompt_tokens, limits, now, hits)
         if place == "prefill_node":
             return self._choose_without_prefill(request, now)
@@ -186,6 +185,22 @@ class Placing(Suspecting, ABC):
         request.timeline.decision = decided
         prefill_hit = hits.get(place[0].description.incarnation, NO_HIT)
         return Choice(decode, blocks, *place, hit, prefill_hit)
+
+    def _decode_candidates(self, request: Request, tokens: int, known: Known) -> Candidates:
+        """The decode nodes among which to choose."""
+        if is_choosy(request):
+            nodes = self._choosy_decode_nodes(request)
+            return nodes, known.hits(nodes)
+        want = DecodeWant(tokens, request.tried)
+        return self.membership.pool(DECODE).among(known, want)
+
+    def _prefill_candidates(self, request: Request, nodes: list[Node], known: Known) -> Candidates:
+        """The prefill nodes among which to choose: some of ``nodes``, which may be all of them."""
+        pool = self.membership.pool(PREFILL)
+        if nodes is not pool.nodes:
+            return nodes, known.hits(nodes)
+        want = PrefillWant(request.arrived.prompt_tokens, self.limits.placement)
+        return pool.among(known, want)
 
     def decode_nodes_for(self, request: Request) -> list[Node]:
         """The usable decode nodes that can serve the request: with its adapter, or the one that it
@@ -198,15 +213,13 @@ class Placing(Suspecting, ABC):
             nodes = [n for n in nodes if arrived.adapter in n.description.adapters]
         return nodes
 
-    def _nodes_for(self, request: Request) -> tuple[list[Node], list[Node]]:
-        """(decode nodes, prefill nodes) for a choosy request; decode nodes whose adapter no prefill
-        node has are left out while there are others.
+    def _choosy_decode_nodes(self, request: Request) -> list[Node]:
+        """The decode nodes for a choosy request; those whose adapter no prefill node has are left
+        out while there are others.
         """
-        decode_nodes, prefill_nodes = (
-            self.decode_nodes_for(request),
-            self.membership.usable(PREFILL),
-        )
+        decode_nodes = self.decode_nodes_for(request)
         if request.arrived.adapter and not request.arrived.alone_because:
+            prefill_nodes = self.membership.usable(PREFILL)
             paired = [
                 node
                 for node in decode_nodes
@@ -214,7 +227,7 @@ class Placing(Suspecting, ABC):
                 and any(has_same_adapter(other, node, request) for other in prefill_nodes)
             ]
             decode_nodes = paired or decode_nodes
-        return decode_nodes, prefill_nodes
+        return decode_nodes
 
     def _choose_at_once(self, request: Request, now: float) -> Choice | Missing:
         """The least busy node for what needs no blocks. What a node holds can be asked of it while
@@ -233,14 +246,9 @@ class Placing(Suspecting, ABC):
             return found
         return Choice(min(untried, key=attrgetter("decode_legs")), 0)
 
-    def held_of(self, request: Request) -> Mapping[str, Held]:
-        """Who has how much of the request's prompt."""
-        marks = request.arrived.marks
-        return self.prefixes.longest(marks) if marks else NOTHING_HELD
-
     def hits_of(self, request: Request, nodes: list[Node]) -> Mapping[str, Hit]:
         """What each of those nodes is expected to have of the request's prompt."""
-        return expected_hits(self.held_of(request), request.arrived, nodes)
+        return Known(self.prefixes, request.arrived).hits(nodes)
 
     def _choose_without_prefill(self, request: Request, now: float) -> Choice | Missing:
         """A decode node that has room to compute the prompt beside those it computes already."""
@@ -324,6 +332,7 @@ class Placing(Suspecting, ABC):
             node.placed_at_once += 1
         node.committed_blocks += blocks
         node.chosen_at = self._choices
+        self.membership.touched(node)
         request.has_decode_leg = True
         if not node.decode_breaker.is_clean:
             self.note_placed(node, "decode", request, now)
@@ -336,6 +345,7 @@ class Placing(Suspecting, ABC):
         node.prefill_tokens += _to_prefill(request)
         node.committed_blocks += blocks
         node.chosen_at = self._choices
+        self.membership.touched(node)
         request.has_prefill_leg = True
         if not node.prefill_breaker.is_clean:
             self.note_placed(node, "prefill", request, now)
@@ -414,6 +424,7 @@ class Placing(Suspecting, ABC):
         choice.prefill.prefill_legs -= 1
         choice.prefill.prefill_tokens -= _to_prefill(request)
         choice.prefill.committed_blocks -= choice.prefill_blocks
+        self.membership.touched(choice.prefill)
         request.has_prefill_leg = False
         self._may_place = True
         if not choice.prefill.prefill_breaker.is_clean:
@@ -428,6 +439,7 @@ class Placing(Suspecting, ABC):
         if not request.arrived.needs_kv:
             choice.decode.placed_at_once -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
+        self.membership.touched(choice.decode)
         request.has_decode_leg = False
         if not self._waits_for_slot or self.queue.passing:
             self._may_place = True

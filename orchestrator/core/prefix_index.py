@@ -103,6 +103,16 @@ class PrefixIndex:
                 break
         return found
 
+    def levels(self, marks: Sequence[bytes]) -> list[tuple[int, Mapping[str, int]]]:
+        """(how many of the marks, tokens by source) of each beginning that somebody has, the
+        longest first; nothing when nobody has the first mark. Valid until the next report.
+        """
+        holders_of = self._holders.get
+        if not marks or marks[0] not in self._holders:
+            return []
+        held = [(number, holders_of(mark)) for number, mark in enumerate(marks, 1)]
+        return [(number, holders) for number, holders in reversed(held) if holders is not None]
+
     def _forget(self, source: str, mark: bytes) -> None:
         holders = self._holders[mark]
         del holders[source]

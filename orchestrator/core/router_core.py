@@ -32,6 +32,7 @@ from splitserve.orchestrator.core.expected_hits import cache_source
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.placement import is_idle
 from splitserve.orchestrator.core.placing import is_choosy
 from splitserve.orchestrator.core.probing import Probing
 from splitserve.orchestrator.core.requests import Request
@@ -169,11 +170,18 @@ class RouterCore(Probing):
         node = self.membership.find(state.node, state.incarnation)
         if node is None:
             return []
-        node.is_silent = False
         self._hear(node.name, now)
+        was_usable, had_blocks, was_idle = node.is_usable, node.free_blocks, is_idle(node)
+        node.is_silent = False
         node.note_report(state)
-        self.membership.changed()
-        self._may_place = True
+        if node.is_usable != was_usable:
+            self.membership.changed()
+            self._may_place = True
+        elif node.free_blocks != had_blocks or is_idle(node) != was_idle:
+            self.membership.touched(node)
+            self._may_place = True
+        elif not (node.decode_breaker.is_clean and node.prefill_breaker.is_clean):
+            self._may_place = True
         if now >= self.audit.due:
             self._look(now)
         effects = self.fencing.weigh(node, self._deaths, now)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.core.breaker import BreakerState
 from splitserve.orchestrator.core.effects import Effect, ReportBreaker
 from splitserve.orchestrator.core.lifecycle import Phase
+from splitserve.orchestrator.core.membership import Membership
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Leg
@@ -22,6 +23,7 @@ class Suspecting:
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
+        self.membership = Membership()
         self._may_place = False
         """Something has changed that a waiting request may have waited for."""
         self._breaker_news: list[Effect] = []
@@ -29,12 +31,14 @@ class Suspecting:
 
     def note_success(self, node: Node, leg: Leg, request: Request, now: float) -> None:
         """The node, whose breaker is not clean, has answered that leg."""
+        self.membership.touched(node)
         if node.breaker(leg).success(request.id, now, self.limits.breaker):
             self._may_place = True
             self._report(node, leg)
 
     def note_fault(self, node: Node, leg: Leg, request: Request, now: float, reason: str) -> None:
         """That leg failed by the node's own fault."""
+        self.membership.touched(node)
         if node.breaker(leg).fault(request.id, now, reason, self.limits.breaker):
             self._report(node, leg)
 

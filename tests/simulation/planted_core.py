@@ -115,9 +115,9 @@ def _never_anew(real: Any, held: HeldPrefixes, *, from_start: bool) -> Any:
 
 def _old_work_goes_on(real: Any, core: Flipping, event: Any, now: float) -> Any:
     """A node that has changed its role is still chosen for the old one."""
-    chosen = dict(core.membership._usable)
+    chosen = dict(core.membership._pools)
     effects = real(core, event, now)
-    core.membership._usable.update(chosen)
+    core.membership._pools.update(chosen)
     return effects
 
 
