@@ -198,7 +198,7 @@ def _print(found: Profile, measured: Measured, console: Console) -> None:
         ("", "per token of context", decode.context_s, 1e9, "ns", None),
     ]
     if found.nodes_per_host > 1:
-        part = "more beside each busy node of its host"
+        part = "per busy neighbour"
         rows.insert(6, ("", part, decode.neighbour, 1e2, "%", None))
         rows.insert(3, ("", part, prefill.neighbour, 1e2, "%", None))
     for link in found.transfers:
