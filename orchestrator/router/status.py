@@ -127,6 +127,7 @@ def _engine(description: NodeDescription) -> dict[str, Any]:
         "model": description.model,
         "engine": description.engine,
         "hardware": description.hardware,
+        "host": description.host,
         "fingerprint": description.fingerprint,
         "transport": description.transport,
         "tensor_parallel": description.tensor_parallel,

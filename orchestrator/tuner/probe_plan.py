@@ -2,13 +2,15 @@
 
 Lengths are spread evenly in their logarithm up to the model's limit. Prompts that just fill a
 number of steps, and such that need one step more, tell a step's own time from that of a request;
-where no prompt can be so long, several that fill a step each are sent together. Pure.
+where no prompt can be so long, several that fill a step each are sent together. A few of middling
+size are made twice in a round where nodes share a host: the second time while another node of the
+host computes. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.tuner.profile import EngineLimits
@@ -21,6 +23,12 @@ FULL_STEP = 0.7
 STREAMS_LIMIT = 16
 STREAM_TOKENS = 24
 """Of an answer whose gaps are measured."""
+PREFILL_BESIDE, DECODE_BESIDE = (0.25, 0.5, 0.75), (0.0, 0.34, 0.67)
+"""Which probes are made beside a busy neighbour too, as places in the order of their size: one
+stream is what a node decodes most often.
+"""
+COMPANION_PART = 8
+"""What keeps a neighbour busy are streams behind prompts of the longest length by this."""
 POOL_SHARE = 0.5
 """Of an engine's KV blocks that probes may take."""
 
@@ -74,6 +82,7 @@ class TransferProbe:
 
 
 Probe = PrefillProbe | DecodeProbe | TransferProbe
+Measured = TypeVar("Measured", PrefillProbe, DecodeProbe)
 
 
 def within(probe: Probe, limit_tokens: float, block_tokens: int) -> Probe | None:
@@ -104,10 +113,14 @@ class Plan:
     prefill: tuple[PrefillProbe, ...]
     decode: tuple[DecodeProbe, ...]
     transfer: tuple[TransferProbe, ...]
+    beside: frozenset[PrefillProbe | DecodeProbe] = frozenset()
+    """Of those, what is made once more while a node of the same host computes."""
+    companion_tokens: int = SHORTEST_TOKENS
+    """Of the prompts that keep it busy."""
 
     @property
     def size(self) -> int:
-        """Number of probes."""
+        """Number of probes, each counted once."""
         return len(self.prefill) + len(self.decode) + len(self.transfer)
 
 
@@ -127,11 +140,20 @@ def plan_probes(limits: EngineLimits, *, has_prefix_cache: bool) -> Plan:
         prefill += [PrefillProbe(full, prompts=count) for count in range(2, most + 1)]
     if has_prefix_cache:
         prefill += _behind_cached(limits, longest)
+    decode = sorted(set(_decode(limits, longest, capacity)), key=lambda p: p.computed_tokens)
+    plain = sorted(probe for probe in set(prefill) if probe.prompts == 1 and not probe.cached)
     return Plan(
         tuple(sorted(set(prefill), key=lambda probe: probe.computed_tokens)),
-        tuple(sorted(set(_decode(limits, longest, capacity)), key=lambda p: p.computed_tokens)),
+        tuple(decode),
         tuple(map(TransferProbe, _transfer_lengths(limits, longest))),
+        frozenset((*_at(plain, PREFILL_BESIDE), *_at(decode, DECODE_BESIDE))),
+        max(1, longest // COMPANION_PART),
     )
+
+
+def _at(probes: list[Measured], parts: tuple[float, ...]) -> list[Measured]:
+    """Those that stand at these parts of the way from the least to the greatest."""
+    return [probes[int(part * len(probes))] for part in parts] if probes else []
 
 
 def _spread(first: int, last: int, count: int = PROMPT_LENGTHS) -> list[int]:

@@ -3,6 +3,8 @@
 Each of the profile's times is a sum of a few parts (``profile``), so each is a linear fit of the
 medians of what was measured alike. A transfer is hidden behind the computing while it is shorter,
 so its bandwidth is looked for instead, and is only a lower bound when nothing was seen of it.
+What a busy neighbour does is told from the same measured with and without one, time after time, so
+that what else changes meanwhile changes both.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 
 from splitserve.orchestrator.tuner.fitting import Floats, fit
 from splitserve.orchestrator.tuner.profile import (
+    NOTHING,
     DecodeTime,
     Estimate,
     PrefillTime,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.tuner.probe_plan import DecodeProbe, PrefillProbe
     from splitserve.orchestrator.tuner.profile import EngineLimits
 
+LEAST_PAIRS = 3
+"""Fewer say nothing of neighbours."""
 RESAMPLES = 200
 STEPS = 80
 """Of the search for a bandwidth."""
@@ -49,6 +54,15 @@ class DecodeSample:
 
     probe: DecodeProbe
     seconds: float
+
+
+@dataclass(frozen=True)
+class BesideSample:
+    """What was measured twice, one time right after the other."""
+
+    alone_s: float
+    beside_s: float
+    """While another node of the host computed."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,20 @@ def prefill_row(probe: PrefillProbe, limits: EngineLimits) -> tuple[float, ...]:
     steps = probe.prompts if probe.prompts > 1 else math.ceil(probe.new / limits.step_tokens)
     tokens = probe.new * probe.prompts
     return steps, tokens, tokens * (probe.cached + probe.new / 2), 1.0
+
+
+def fit_neighbour(samples: Sequence[BesideSample], request_s: float) -> Estimate:
+    """By which part of itself a step is longer beside a busy neighbour; of each time ``request_s``
+    is not a step's. What could be chance (the band holds zero) counts as nothing, so that
+    simulating nodes that do not slow each other costs nothing.
+    """
+    pairs = [(s.alone_s - request_s, s.beside_s - request_s) for s in samples]
+    found = np.array([pair for pair in pairs if min(pair) > 0], float).reshape(-1, 2)
+    if len(found) < LEAST_PAIRS:
+        return NOTHING
+    (times,) = fit(found[:, :1], found[:, 1]).parts
+    low, high = max(0.0, times.low - 1), max(0.0, times.high - 1)
+    return Estimate(times.value - 1 if low else 0.0, low, high)
 
 
 def fit_transfers(

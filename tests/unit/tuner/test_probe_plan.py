@@ -34,6 +34,22 @@ def test_spans_what_the_engine_can_do() -> None:
     assert plan.size == len(plan.prefill) + len(plan.decode) + len(plan.transfer) < 32
 
 
+def test_what_is_made_beside_a_busy_neighbour() -> None:
+    """Three single prompts of which nothing is cached, from neither end, and three batches, one
+    stream among them.
+    """
+    plan = plan_probes(LIMITS, has_prefix_cache=True)
+    prompts = sorted(probe for probe in plan.beside if isinstance(probe, PrefillProbe))
+    batches = sorted(probe for probe in plan.beside if isinstance(probe, DecodeProbe))
+    assert (len(prompts), len(batches)) == (3, 3)
+    assert set(prompts) < set(plan.prefill)
+    assert set(batches) < set(plan.decode)
+    assert all((probe.prompts, probe.cached) == (1, 0) for probe in prompts)
+    assert plan.prefill[0].new < prompts[0].new < prompts[-1].new < plan.prefill[-1].new
+    assert batches[0] == DecodeProbe(1, 16)
+    assert plan.companion_tokens == (4096 - STREAM_TOKENS - 2) // 8
+
+
 def test_without_a_prefix_cache_nothing_is_cached() -> None:
     """No probe counts on it."""
     plan = plan_probes(LIMITS, has_prefix_cache=False)

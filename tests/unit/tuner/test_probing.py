@@ -29,7 +29,7 @@ from splitserve.orchestrator.tuner.probing import (
 from splitserve.orchestrator.tuner.profile import EngineLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LIMITS = EngineLimits(
     step_tokens=128, sequences=8, block_tokens=16, total_blocks=1000, max_model_len=512
@@ -51,7 +51,13 @@ class FakeCluster:
         self.stops_after: int | None = None
 
     async def ask(
-        self, prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = ""
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        decode: str,
+        prefill: str = "",
+        begun: Callable[[], None] | None = None,
     ) -> Answer:
         if decode in self.busy:
             raise BusyError(f"1 requests of clients are on {decode}")
@@ -75,6 +81,7 @@ def prober(cluster: FakeCluster, **changes: Any) -> Prober:
     settings: dict[str, Any] = {
         "prefill_nodes": ["p0"],
         "decode_nodes": ["d0"],
+        "neighbours": {},
         "vocabulary": VOCABULARY,
         "block_tokens": 16,
         "has_prefix_cache": True,
@@ -209,7 +216,7 @@ async def test_a_failed_probe_takes_its_batch_with_it() -> None:
     cluster = FakeCluster()
     going = 0
 
-    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = "") -> Answer:
+    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, **_: Any) -> Answer:
         nonlocal going
         if tokens == STREAM_TOKENS:
             going += 1
@@ -246,8 +253,8 @@ async def test_one_slow_answer_cuts_nothing() -> None:
     cluster = FakeCluster()
     plain, slow = cluster.ask, iter([True])
 
-    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = "") -> Answer:
-        answer = await plain(prompt, tokens, decode=decode, prefill=prefill)
+    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, **others: Any) -> Answer:
+        answer = await plain(prompt, tokens, decode=decode, **others)
         if len(prompt) == PLAN.prefill[0].new and next(slow, False):
             return Answer(0.0, (2000.0,) * tokens)
         return answer

@@ -18,10 +18,12 @@ from splitserve.orchestrator.tuner.profile import (
     exactly,
 )
 from splitserve.orchestrator.tuner.profile_fit import (
+    BesideSample,
     DecodeSample,
     PrefillSample,
     TransferSample,
     fit_decode,
+    fit_neighbour,
     fit_prefill,
     fit_transfers,
     prefill_row,
@@ -188,6 +190,40 @@ def test_each_pair_has_its_own_link() -> None:
     ]  # fmt: skip
     assert found[1].latency_s.value == pytest.approx(0.001, abs=1e-4)
     assert found[2].bytes_per_s.value == pytest.approx(5e7, rel=0.01)
+
+
+def beside(slowdown: float, spread: float, seed: int, pairs: int = 9) -> list[BesideSample]:
+    """Prompts of some lengths, alone and beside a node that slows them."""
+    factor = noise(spread, seed)
+    found = []
+    for number in range(pairs):
+        step_s = PREFILL.seconds(150 * (1 + number % 3), 0)
+        alone_s = step_s * factor() + REQUEST_S
+        found.append(BesideSample(alone_s, step_s * (1 + slowdown) * factor() + REQUEST_S))
+    return found
+
+
+def test_what_a_neighbour_does_is_found() -> None:
+    """Exactly from exact times, whatever a request takes beside; with 5 % of noise within a few
+    hundredths, and nearly always within the band.
+    """
+    exact = fit_neighbour(beside(0.35, 0.0, 0), REQUEST_S)
+    assert exact.value == pytest.approx(0.35)
+    found = [fit_neighbour(beside(0.35, 0.05, seed), REQUEST_S) for seed in range(20)]
+    assert all(each.value == pytest.approx(0.35, abs=0.1) for each in found)
+    assert sum(each.low <= 0.35 <= each.high for each in found) >= 18
+
+
+def test_what_could_be_chance_is_no_slowdown() -> None:
+    """Nodes that do not slow each other: zero but for one draw in some, with a bound; and so are
+    times that got shorter, and too few.
+    """
+    found = [fit_neighbour(beside(0.0, 0.05, seed), REQUEST_S) for seed in range(20)]
+    assert sum(each.value == 0 for each in found) >= 18
+    assert all(each.high > 0 for each in found if not each.value)
+    assert all(each.value < 0.1 for each in found)
+    assert fit_neighbour(beside(-0.2, 0.01, 1), REQUEST_S) == exactly(0.0)
+    assert fit_neighbour(beside(0.5, 0.0, 1, pairs=2), REQUEST_S) == exactly(0.0)
 
 
 def test_too_few_times() -> None:
