@@ -110,14 +110,18 @@ def choose_decode(
             shut.append(node)
             continue
         missing = "decode_blocks"
-        key: tuple[int, ...] = (standing, node.decode_legs, node.chosen_at)
+        legs, committed = node.decode_legs, node.committed_blocks
+        if node.others is not None:
+            legs += node.others.decode_legs
+            committed += node.others.blocks
+        key: tuple[int, ...] = (standing, legs, node.chosen_at)
         if hits:
             hit = hits.get(node.description.incarnation, NO_HIT)
-            promised = node.committed_blocks * node.description.block_tokens
+            promised = committed * node.description.block_tokens
             key = (standing, promised - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
-        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
+        if has_room(node, tokens):
             best, best_key = node, key
     if missing == "decode_node" and shut:
         missing = "decode_blocks"
@@ -154,16 +158,22 @@ def choose_prefill(
         missing = "prefill_slot"
         hit = hits.get(node.description.incarnation, NO_HIT) if hits else NO_HIT
         uncached = node.prefill_tokens + tokens - hit.tokens
-        fits_in_a_step = uncached <= limits.prefill_batch_tokens
-        has_slot = ignores_slots or node.prefill_legs <= limits.prefill_ahead_requests
+        legs, left_to_others = node.prefill_legs, 0
+        others = node.others
+        if others is not None:
+            legs += others.prefill_legs
+            uncached += others.prefill_tokens
+            left_to_others = 0 if others.is_first_for_slot(node.prefill_legs) else 1
+        fits_in_a_step = uncached + left_to_others * tokens <= limits.prefill_batch_tokens
+        has_slot = ignores_slots or legs + left_to_others <= limits.prefill_ahead_requests
         if not (has_slot or fits_in_a_step):
             continue
-        key: tuple[int, ...] = (standing, node.prefill_legs, node.chosen_at)
+        key: tuple[int, ...] = (standing, legs, node.chosen_at)
         if hits:
             key = (standing, uncached, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
-        if node.free_blocks >= node.blocks_for(tokens) or is_idle(node):
+        if has_room(node, tokens):
             best, best_key = node, key
     if missing == "prefill_node" and shut:
         best = _to_try_anyway(shut, "prefill", tokens, now)
@@ -173,16 +183,21 @@ def choose_prefill(
 def _to_try_anyway(nodes: Iterable[Node], leg: Leg, tokens: int, now: float) -> Node | None:
     """Of nodes that are shut, the one chosen longest ago of those that may be tried now."""
     may = [
-        node
-        for node in nodes
-        if node.breaker(leg).may_try_anyway(now)
-        and (node.free_blocks >= node.blocks_for(tokens) or is_idle(node))
+        node for node in nodes if node.breaker(leg).may_try_anyway(now) and has_room(node, tokens)
     ]
     return min(may, key=attrgetter("chosen_at"), default=None)
 
 
+def has_room(node: Node, tokens: int) -> bool:
+    """Whether so many tokens may be placed there: they fit, or the node is idle."""
+    blocks, free = node.blocks_for(tokens), node.free_blocks
+    if node.others is None:
+        return free >= blocks or is_idle(node)
+    return node.others.leave(blocks, free, node.committed_blocks) or is_idle(node)
+
+
 def is_idle(node: Node) -> bool:
-    """Whether nothing that the core placed, and nothing that the engine holds for a peer, is on the
+    """Whether nothing that a router placed, and nothing that the engine holds for a peer, is on the
     node.
 
     An idle node takes any request: if it is too large the engine says so better than the router
@@ -191,4 +206,6 @@ def is_idle(node: Node) -> bool:
     busy = node.state is not None and (
         node.state.leased_blocks or node.state.running or node.state.waiting
     )
-    return not (node.prefill_legs or node.decode_legs or busy)
+    others = node.others
+    is_used = others is not None and (others.prefill_legs or others.decode_legs)
+    return not (node.prefill_legs or node.decode_legs or busy or is_used)

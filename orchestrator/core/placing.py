@@ -26,6 +26,7 @@ from splitserve.orchestrator.core.expected_hits import NO_HIT, expected_hits
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Membership
+from splitserve.orchestrator.core.peers import Peers
 from splitserve.orchestrator.core.placement import (
     Choice,
     Missing,
@@ -58,6 +59,7 @@ class Placing(Suspecting, ABC):
         super().__init__(limits)
         self.membership = Membership()
         self.prefixes = PrefixIndex()
+        self.peers = Peers()
         self.requests: dict[str, Request] = {}
         self.queue: FairQueue[Request] = FairQueue(limits.tenant_weights)
         self.deadlines = {
@@ -263,6 +265,8 @@ class Placing(Suspecting, ABC):
         may always.
         """
         tokens = node.own_prompt_tokens + request.arrived.prompt_tokens
+        if node.others is not None:
+            tokens += node.others.own_prompt_tokens
         return not node.own_prompt_tokens or tokens <= self.limits.placement.own_prompt_limit_tokens
 
     def _tokens_of(self, request: Request) -> int:
@@ -325,6 +329,7 @@ class Placing(Suspecting, ABC):
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_decode_leg = True
+        self.peers.touch(node)
         if not node.decode_breaker.is_clean:
             self.note_placed(node, "decode", request, now)
 
@@ -337,6 +342,7 @@ class Placing(Suspecting, ABC):
         node.committed_blocks += blocks
         node.chosen_at = self._choices
         request.has_prefill_leg = True
+        self.peers.touch(node)
         if not node.prefill_breaker.is_clean:
             self.note_placed(node, "prefill", request, now)
 
@@ -375,6 +381,7 @@ class Placing(Suspecting, ABC):
         if request.own_prompt_tokens:
             assert request.choice is not None
             request.choice.decode.own_prompt_tokens -= request.own_prompt_tokens
+            self.peers.touch(request.choice.decode)
             request.own_prompt_tokens = 0
             self._may_place = True
 
@@ -415,6 +422,7 @@ class Placing(Suspecting, ABC):
         choice.prefill.prefill_tokens -= _to_prefill(request)
         choice.prefill.committed_blocks -= choice.prefill_blocks
         request.has_prefill_leg = False
+        self.peers.touch(choice.prefill)
         self._may_place = True
         if not choice.prefill.prefill_breaker.is_clean:
             self.note_over(choice.prefill, "prefill", request)
@@ -429,6 +437,7 @@ class Placing(Suspecting, ABC):
             choice.decode.placed_at_once -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
         request.has_decode_leg = False
+        self.peers.touch(choice.decode)
         if not self._waits_for_slot or self.queue.passing:
             self._may_place = True
         if not choice.decode.decode_breaker.is_clean:

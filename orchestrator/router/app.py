@@ -130,8 +130,11 @@ async def start(
     secret: bytes,
     tenant_by_key: Mapping[str, str],
     log_stream: IO[bytes] | None = None,
+    index: int = 0,
 ) -> Router:
-    """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
+    """Listen as the configuration says, as the router ``index`` of the cluster. Raises
+    ``CannotListenError`` when the port is taken.
+    """
     core = RouterCore(limits_of(config))
     incidents = Incidents()
     agents = AgentHub(secret, incidents, scheme=scheme_of(config))
@@ -165,6 +168,7 @@ async def start(
             autotune.ended(timeline, tally)
 
     driver = CoreDriver(core, client, agents, secret, on_end, incidents)
+    core.peers.index = index
     autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
@@ -315,11 +319,12 @@ async def run(
     config: ClusterConfig,
     secret: bytes,
     tenant_by_key: Mapping[str, str],
+    index: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
     wants_log = config.observability.log_level in ("debug", "info")
     log_stream = sys.stdout.buffer if wants_log else None
-    router = await start(config, secret, tenant_by_key, log_stream)
+    router = await start(config, secret, tenant_by_key, log_stream, index)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

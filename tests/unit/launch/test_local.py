@@ -38,7 +38,7 @@ class Rig:
             secret=bytes(32),
             say=self.said.append,
         )
-        self.router = self.launcher._router
+        self.router = self.launcher._routers[0]
 
     async def keep(self) -> None:
         """Watch the router until nobody does any more."""

@@ -57,7 +57,7 @@ def with_hosts(*prefill: str) -> str:
 def test_a_node_listens_and_is_found_where_it_is_told(source: Path) -> None:
     """Free ports of its own; the router's address is the YAML's unless it is given."""
     found = single_node(str(source), SECRET, "prefill-0")
-    assert found.router_url == "http://127.0.0.1:21999"
+    assert found.router_urls == ("http://127.0.0.1:21999",)
     assert found.node.endpoint_port == found.node.http_port + 1
     assert found.node.control_port_base
     other = single_node(
@@ -66,9 +66,9 @@ def test_a_node_listens_and_is_found_where_it_is_told(source: Path) -> None:
         "decode-0",
         host="::1",
         advertise_host="d.example",
-        router="http://r:1/",
+        routers=["http://r:1/", "http://r:1"],
     )
-    assert other.router_url == "http://r:1"
+    assert other.router_urls == ("http://r:1",)
     assert other.node.engine_url == f"http://[::1]:{other.node.http_port}"
     assert other.node.advertised_url == f"http://d.example:{other.node.http_port}"
     assert other.node.control_addresses[0].startswith("tcp://d.example:")
