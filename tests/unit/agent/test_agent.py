@@ -240,6 +240,20 @@ async def test_a_role_is_reported_and_outlasts_the_agent(rig: Rig) -> None:
     assert Rig(rig.folder).agent.role == "decode"
 
 
+async def test_the_first_of_two_orders_counts(rig: Rig) -> None:
+    """Two routers order at once, by the same number: the second is told what the first has got; an
+    order that knows of the first is obeyed.
+    """
+    states: list[Any] = []
+    rig.agent._routers.fresh = states.append  # type: ignore[method-assign]
+    await rig.hear(SetRole(role="prefill", epoch=2))
+    await rig.hear(SetRole(role="decode", epoch=2))
+    await rig.hear(SetRole(role="decode", epoch=1))
+    assert [(s.role, s.role_epoch) for s in states] == [("prefill", 2)] * 3
+    await rig.hear(SetRole(role="decode", epoch=3))
+    assert (rig.agent.role, rig.agent.role_epoch) == ("decode", 3)
+
+
 DISMISS = Dismiss(incarnation="decode-0-x", at_once=False)
 
 
