@@ -232,7 +232,7 @@ def test_an_agent_that_obeyed_another_router_is_believed() -> None:
     assert effects == [LearnRole("d1", "prefill")]
     assert router.node("d1").role == "prefill"
     assert router.report("d1", role="prefill", role_epoch=1) == []
-    (answer, order) = router.do(ev.FlipRequested(7, "d1", "decode", False))
+    (_, order) = router.do(ev.FlipRequested(7, "d1", "decode", False))
     assert order == SetRole("d1", "decode", 2)
 
 
