@@ -134,7 +134,7 @@ def single_router(
         urls = fixed_router_urls(config)
         if index >= len(urls):
             raise ConfigError(
-                [f"--index {index}: router.replicas is {len(urls)}, so that the last is "
+                [f"--index {index}: router.replicas is {len(urls)}, so the last is "
                  f"{len(urls) - 1}; raise it, or use a smaller index"]
             )  # fmt: skip
         config = for_router(config, index, host)

@@ -177,3 +177,16 @@ def test_traffic_in_the_clear_is_warned_of() -> None:
     (problem,) = certificates(Subject(parse(with_hosts(FAR)), {})).problems
     assert problem.keys == ("prefill.hosts",)
     assert not certificates(Subject(parse(CLUSTER), {})).problems
+
+
+def test_one_of_several_routers(source: Path) -> None:
+    """Takes its own port, knows of the others only where they are, and is one of those that there
+    are; nodes reach for all of them.
+    """
+    source.write_text(CLUSTER.replace("21999", "21999, replicas: 2"))
+    urls = ("http://127.0.0.1:21999", "http://127.0.0.1:22000")
+    found = single_router(str(source), SECRET, 1)
+    assert (found.index, found.urls, found.config.router.port) == (1, urls, 22000)
+    assert single_node(str(source), SECRET, "prefill-0").router_urls == urls
+    with pytest.raises(ConfigError, match=r"--index 2: router.replicas is 2, so the last is 1"):
+        single_router(str(source), SECRET, 2)
