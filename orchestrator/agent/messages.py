@@ -170,8 +170,10 @@ class RouterLoad(msgspec.Struct, frozen=True, kw_only=True):
     own_prompt_tokens: int = 0
     """Estimated prompt tokens that its decode legs compute on the node themselves."""
     committed_blocks: int = 0
-    is_waiting: bool = False
-    """Requests wait there for room on nodes."""
+    waiting_tokens: int = 0
+    """Tokens, prompt and answer, of the request that has waited longest there for room on nodes; 0
+    when none waits.
+    """
 
 
 class OtherRouter(msgspec.Struct, frozen=True, kw_only=True):

@@ -286,7 +286,7 @@ def port_overlaps(config: ClusterConfig) -> list[str]:
 
 def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
     """(port, host, who uses it) for every port that is not 0."""
-    uses = []
+    uses: list[tuple[int, str, str]] = []
     for host, port in zip(router_hosts(config), router_ports(config), strict=True):
         # Routers with hosts of their own have the same port
         if port not in [other for other, _, _ in uses]:

@@ -8,7 +8,7 @@ here:
 * What others have placed counts as if this router had placed it.
 * Of the free room, a router takes at most its part until the others have heard of it.
 * A router that has requests waiting and holds less than another one goes first; the others leave
-  room for one more request, so that none of them starves beside a router that fills every gap.
+  it what its first request needs, so that it does not starve beside one that fills every gap.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Others:
     blocks: int = 0
     least_legs: tuple[int, int] | None = None
     """Of those with requests waiting, the one with the fewest prefill legs: (legs, index)."""
-    least_blocks: tuple[int, int] | None = None
-    """The same by committed blocks."""
+    least_blocks: tuple[int, int, int] | None = None
+    """The same by committed blocks: (blocks, index, tokens of the request that waits)."""
 
     def __post_init__(self) -> None:
         for router in self.routers:
@@ -55,10 +55,12 @@ class Others:
             self.decode_legs += load.decode_legs
             self.own_prompt_tokens += load.own_prompt_tokens
             self.blocks += load.committed_blocks
-        waiting = [router for router in self.routers if router.load.is_waiting]
-        legs = ((router.load.prefill_legs, router.index) for router in waiting)
-        blocks = ((router.load.committed_blocks, router.index) for router in waiting)
-        self.least_legs, self.least_blocks = min(legs, default=None), min(blocks, default=None)
+        waiting = [(router.load, router.index) for router in self.routers]
+        waiting = [(load, index) for load, index in waiting if load.waiting_tokens]
+        self.least_legs = min(((load.prefill_legs, i) for load, i in waiting), default=None)
+        self.least_blocks = min(
+            ((load.committed_blocks, i, load.waiting_tokens) for load, i in waiting), default=None
+        )
 
     def is_first_for_slot(self, prefill_legs: int) -> bool:
         """Whether this router, with so many prefill legs there, need not leave a slot for
@@ -66,15 +68,21 @@ class Others:
         """
         return self.least_legs is None or (prefill_legs, self.own_index) < self.least_legs
 
-    def leave(self, blocks: int, free_blocks: int, committed_blocks: int) -> bool:
-        """Whether this router may take ``blocks`` of what is free, having so many already."""
+    def left_tokens(self, committed_blocks: int) -> int:
+        """Tokens of the request for which this router, with so many blocks there, leaves room."""
+        least = self.least_blocks
+        if least is None or (committed_blocks, self.own_index) < least:
+            return 0
+        return least[2]
+
+    def is_part(self, blocks: int, free_blocks: int, committed_blocks: int) -> bool:
+        """Whether ``blocks``, with what the others have not heard of yet, are at most this router's
+        part of what was free before. A single request may be more.
+        """
         unseen = committed_blocks - self.seen.committed_blocks
-        if unseen > 0:
-            return (unseen + blocks) * (1 + len(self.routers)) <= free_blocks + unseen
-        is_first = (
-            self.least_blocks is None or (committed_blocks, self.own_index) < self.least_blocks
-        )
-        return (blocks if is_first else 2 * blocks) <= free_blocks
+        if unseen <= 0:
+            return True
+        return (unseen + blocks) * (1 + len(self.routers)) <= free_blocks + unseen
 
 
 class Peers:
@@ -108,8 +116,9 @@ class Peers:
         self._told.pop(node, None)
         self._touched.pop(node, None)
 
-    def orders(self, *, is_waiting: bool) -> list[Effect]:
-        """What the others have to hear now. One order at a time is under way to each node: what has
+    def orders(self, waiting_tokens: int) -> list[Effect]:
+        """What the others have to hear now, ``waiting_tokens`` being those of the first request
+        that waits. One order at a time is under way to each node: what has
         changed meanwhile is told with the next one.
         """
         effects: list[Effect] = []
@@ -124,7 +133,7 @@ class Peers:
                 decode_legs=node.decode_legs,
                 own_prompt_tokens=node.own_prompt_tokens,
                 committed_blocks=node.committed_blocks,
-                is_waiting=is_waiting,
+                waiting_tokens=waiting_tokens,
             )
             if load != self._told[node]:
                 self._told[node] = load

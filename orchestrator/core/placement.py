@@ -193,7 +193,10 @@ def has_room(node: Node, tokens: int) -> bool:
     blocks, free = node.blocks_for(tokens), node.free_blocks
     if node.others is None:
         return free >= blocks or is_idle(node)
-    return node.others.leave(blocks, free, node.committed_blocks) or is_idle(node)
+    others, committed = node.others, node.committed_blocks
+    left = node.blocks_for(others.left_tokens(committed))
+    fits = free >= blocks + left and others.is_part(blocks, free, committed)
+    return fits or is_idle(node)
 
 
 def is_idle(node: Node) -> bool:

@@ -105,7 +105,9 @@ class RouterCore(Probing):
         if self._breaker_news:
             effects = [*effects, *self._take_breaker_news()]
         if self.peers.has_news:
-            effects = [*effects, *self.peers.orders(is_waiting=bool(self.queue.size))]
+            first = self.queue.first()
+            waiting_tokens = self._tokens_of(first) if first is not None else 0
+            effects = [*effects, *self.peers.orders(waiting_tokens)]
         return effects
 
     def next_deadline(self) -> float | None:

@@ -24,7 +24,7 @@ from splitserve.orchestrator.agent.messages import (
 )
 from splitserve.orchestrator.agent.routers import NO_LOAD, Routers, SeenRouter
 
-LOAD = RouterLoad(prefill_legs=1, committed_blocks=7, is_waiting=True)
+LOAD = RouterLoad(prefill_legs=1, committed_blocks=7, waiting_tokens=48)
 DISMISS = Dismiss(incarnation="d-1", at_once=False)
 
 

@@ -37,5 +37,5 @@ def test_where_a_router_listens_may_be_told() -> None:
 
 def test_a_router_that_there_is_not() -> None:
     """Is told how many there are."""
-    with pytest.raises(KeyError, match="no router 3; router.replicas is 3"):
+    with pytest.raises(KeyError, match=r"no router 3; router.replicas is 3"):
         for_router(parse(CLUSTER % ""), 3)

@@ -152,11 +152,13 @@ def test_of_free_room_a_router_takes_its_part_until_the_others_know() -> None:
 
 
 def test_who_waits_and_has_less_goes_first() -> None:
-    """A router that fills every gap leaves one for it; who has less itself does not."""
+    """A router that fills every gap leaves what its first request needs; who has less itself does
+    not.
+    """
     greedy, modest = (
         Router(index, "p0", "d0", placement={"prefill_ahead_requests": 99}) for index in range(2)
     )
-    other = RouterLoad(decode_legs=9, committed_blocks=20, is_waiting=True)
+    other = RouterLoad(decode_legs=9, committed_blocks=20, waiting_tokens=160)
     for router, own in ((greedy, 60), (modest, 10)):
         router.node("d0").committed_blocks = own
         seen = RouterLoad(committed_blocks=own)
@@ -174,15 +176,15 @@ def test_slots_of_prefill_nodes_are_shared() -> None:
     router = Router(1, "p0", "d0", placement={"prefill_ahead_requests": 1})
     router.hear("p0", NOTHING, r0=RouterLoad(prefill_legs=2, prefill_tokens=64))
     assert router.request("r1") == []
-    waits = RouterLoad(prefill_legs=1, prefill_tokens=32, is_waiting=True)
+    waits = RouterLoad(prefill_legs=1, prefill_tokens=32, waiting_tokens=160)
     assert names(router.hear("p0", NOTHING, r0=waits)) == ["StartPair"]
     router.do(ev.PrefillAnswered("r1", 1, 200))
     router.do(ev.FirstDataArrived("r1", 1))
-    less = RouterLoad(is_waiting=True)
+    less = RouterLoad(waiting_tokens=160)
     router.hear("p0", NOTHING, r0=less)
     assert names(router.request("r2")) == ["StartPair"]
     assert router.request("r3") == []
-    taken = RouterLoad(prefill_legs=1, prefill_tokens=32, is_waiting=True)
+    taken = RouterLoad(prefill_legs=1, prefill_tokens=32, waiting_tokens=160)
     router.do(ev.PrefillAnswered("r2", 1, 200))
     assert names(router.hear("p0", NOTHING, r0=taken)) == []
 
@@ -223,6 +225,38 @@ def test_two_routers_never_promise_much_more_than_there_is(block_tokens: int) ->
     assert max(promised[1:]) <= 100
     assert sum(promised[1:50]) > 0.75 * 100 * 49
     assert all(router.is_idle() for router in routers)
+
+
+def test_a_large_request_does_not_starve_beside_small_ones() -> None:
+    """One router serves small requests without end, the other waits with one that needs nearly the
+    whole node: room for it comes together, as it would in one router's queue.
+    """
+    busy, large = (
+        Router(index, "p0", "d0", placement={"prefill_ahead_requests": 99}) for index in range(2)
+    )
+    agents = Agents(busy, large)
+    for number in range(40):
+        busy.request(f"small-{number}", prompt_tokens=100, output_tokens=60)
+        agents.relay()
+    assert busy.core.queue.size
+    large.request("large", prompt_tokens=1000, output_tokens=24)
+    agents.relay()
+    served = 0
+    while not large.pairs:
+        assert served < 20, "it starves"
+        large.report("d0", free_blocks=100 - busy.node("d0").committed_blocks)
+        agents.relay()
+        busy.serve_oldest()
+        busy.request(f"next-{served}", prompt_tokens=100, output_tokens=60)
+        agents.relay()
+        served += 1
+    large.serve_oldest()
+    agents.relay()
+    while busy.pairs:
+        busy.serve_oldest()
+        agents.relay()
+    assert busy.is_idle()
+    assert large.is_idle()
 
 
 def test_an_agent_that_obeyed_another_router_is_believed() -> None:
