@@ -70,7 +70,8 @@ class _Run:
             run=plan.run,
             pid=os.getpid(),
             source=plan.source,
-            url=launcher.url,
+            url=launcher.urls[0],
+            more_urls=launcher.urls[1:],
             nodes=tuple(node.name for node in nodes(plan.config)),
             phase="starting",
             started=time.time(),
@@ -129,14 +130,14 @@ class _Run:
     async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
         self._note("serving")
         status = await self._launcher.status()
-        print_endpoints(self._console, self._plan.config, self._launcher.url, status)
+        print_endpoints(self._console, self._plan.config, self._launcher.urls, status)
         logs = self._plan.config.observability.log_dir
         self._console.print(f"logs: {logs}", highlight=False, soft_wrap=True)
         if while_serving is None:
             self._console.print("serving; Ctrl-C stops everything", highlight=False)
             await self._watch()
             return
-        work = asyncio.ensure_future(while_serving(self._launcher.url))
+        work = asyncio.ensure_future(while_serving(self._launcher.urls[0]))
         watch = asyncio.create_task(self._watch())
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         for task in (work, watch):

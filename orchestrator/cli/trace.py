@@ -110,12 +110,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _asked(
     files: ClusterFiles, record: ClusterRecord, request_id: str
 ) -> tuple[dict[str, Any] | None, str]:
-    """The router's record, or why there is none."""
-    try:
-        timeline = RouterClient(files, record).timeline(request_id)
-    except (RouterSilentError, OSError) as error:
-        return None, str(error)
-    return timeline, "" if timeline else "the router does not keep it (any more)"
+    """A router's record, or why there is none: only the one that served it can have it."""
+    why = ""
+    for one in record.routers:
+        try:
+            timeline = RouterClient(files, one).timeline(request_id)
+        except (RouterSilentError, OSError) as error:
+            why = str(error)
+            continue
+        if timeline:
+            return timeline, ""
+    return None, why or "the router does not keep it (any more)"
 
 
 def _unknown(request_id: str, files: ClusterFiles, why: str, log_dir: Path) -> str:

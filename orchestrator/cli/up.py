@@ -190,13 +190,18 @@ def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
 
 def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     running = files.is_running() and psutil.pid_exists(record.pid)
-    router = _router_status(files, record) if running else {}
+    routers = _router_statuses(files, record) if running else {}
+    router = next((status for status in routers.values() if status), {})
     nodes = [_node_status(files, record, router, name) for name in record.nodes if running]
     return {
         "name": record.name,
         "running": running,
         "phase": record.phase if running else "ended without stopping",
         "url": f"{record.url}/v1",
+        "routers": [
+            {"url": f"{url}/v1", "answers": bool(status), **status.get("requests", {})}
+            for url, status in routers.items()
+        ],
         "pid": record.pid,
         "source": record.source,
         "uptime_s": round(time.time() - record.started, 1),
@@ -220,12 +225,15 @@ def _node_status(
     return read_status(files.run_dir, name)
 
 
-def _router_status(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
-    """What only the router knows; empty when it does not answer."""
-    try:
-        return RouterClient(files, record).status(_ROUTER_TIMEOUT_S)
-    except RouterSilentError:
-        return {}
+def _router_statuses(files: ClusterFiles, record: ClusterRecord) -> dict[str, dict[str, Any]]:
+    """What only the routers know, by their URLs; empty for one that does not answer."""
+    found = {}
+    for one in record.routers:
+        try:
+            found[one.url] = RouterClient(files, one).status(_ROUTER_TIMEOUT_S)
+        except RouterSilentError:
+            found[one.url] = {}
+    return found
 
 
 def _owed(router: dict[str, Any], name: str) -> dict[str, int] | None:
@@ -279,6 +287,11 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], role_of(status), state, *numbers)
     console.print(table)
+    for router in facts["routers"] if len(facts["routers"]) > 1 else ():
+        state = "does not answer"
+        if router["answers"]:
+            state = f"{router['running']} requests running, {router['waiting']} waiting"
+        console.print(f"router {router['url']}: {state}", highlight=False, soft_wrap=True)
     for node in facts["nodes"]:
         if node["owed"]:
             line = f"{node['node']} still owes {owed_in_words(node['owed'])} of its old role"

@@ -27,7 +27,14 @@ from splitserve.orchestrator.config.loading import (
     load_with_contradictions,
     parse,
 )
-from splitserve.orchestrator.config.nodes import NodeConfig, node, nodes, router_url
+from splitserve.orchestrator.config.nodes import (
+    NodeConfig,
+    for_router,
+    node,
+    nodes,
+    router_url,
+    router_urls,
+)
 from splitserve.orchestrator.config.schema import (
     ApiKeyConfig,
     ClusterConfig,
@@ -70,6 +77,7 @@ __all__ = [
     "cache_secret",
     "cluster_secret",
     "dump_resolved",
+    "for_router",
     "load",
     "load_resolved",
     "load_with_contradictions",
@@ -77,6 +85,7 @@ __all__ = [
     "nodes",
     "parse",
     "router_url",
+    "router_urls",
     "secret_for",
     "secret_variables",
     "shared_secret",

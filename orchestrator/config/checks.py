@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
-from splitserve.orchestrator.config.nodes import POOLS, nodes
+from splitserve.orchestrator.config.nodes import POOLS, nodes, router_hosts, router_ports
 from splitserve.orchestrator.config.tracing_schema import tracing_problems
 
 if TYPE_CHECKING:
@@ -79,11 +79,34 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
             f"policy.breaker.open_limit_s is {breaker.open_limit_s:g} but policy.breaker.open_s is"
             f" {breaker.open_s:g}: the longest delay cannot be shorter than the first"
         )
-    if not is_loopback(config.router.host) and not config.security.api_keys:
+    problems += _router_problems(config)
+    return problems
+
+
+def _router_problems(config: ClusterConfig) -> list[str]:
+    router = config.router
+    problems = []
+    key = "router.hosts" if router.hosts is not None else "router.host"
+    open_hosts = [host for host in router_hosts(config) if not is_loopback(host)]
+    if open_hosts and not config.security.api_keys:
         problems.append(
-            f"router.host: {config.router.host} serves the network without any key; add "
+            f"{key}: {open_hosts[0]} serves the network without any key; add "
             "security.api_keys or use 127.0.0.1"
         )
+    if router.hosts is None:
+        return problems
+    if len(router.hosts) != router.replicas:
+        problems.append(
+            f"router.hosts: {len(router.hosts)} hosts for {router.replicas} replicas; give one per "
+            "replica"
+        )
+    plain = type(router)()
+    for name in ("host", "advertise_host"):
+        if getattr(router, name) != getattr(plain, name):
+            problems.append(
+                f"router.{name}: router.hosts says where each router listens and is found; leave "
+                "one of them out"
+            )
     return problems
 
 
@@ -287,7 +310,11 @@ def port_overlaps(config: ClusterConfig) -> list[str]:
 
 def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
     """(port, host, who uses it) for every port that is not 0."""
-    uses = [(config.router.port, config.router.host, "router.port")]
+    uses: list[tuple[int, str, str]] = []
+    for host, port in zip(router_hosts(config), router_ports(config), strict=True):
+        # Routers with hosts of their own have the same port
+        if port not in [other for other, _, _ in uses]:
+            uses.append((port, host, "router.port"))
     for node in nodes(config):
         uses.append((node.http_port, node.host, f"{node.name} HTTP ({node.pool}.port_base)"))
         uses.append(

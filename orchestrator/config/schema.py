@@ -61,7 +61,20 @@ class RouterConfig(Section):
     """
 
     port: Port = 8000
-    """TCP port of the OpenAI API; 0 takes a free one at start."""
+    """TCP port of the OpenAI API; 0 takes a free one at start. Routers that share an address take
+    consecutive ones from this on.
+    """
+
+    replicas: int = Field(default=1, ge=1, le=16)
+    """Number of routers, all of them for all nodes. They share no state: the bounds below are those
+    of each, and one that ends takes only its own requests along.
+    """
+
+    hosts: list[Host] | None = None
+    """Address or name of each router's machine, one per replica: it listens there and is found
+    there. For routers on several machines, which are started one by one with `splitserve router
+    --index`; takes the place of `host` and `advertise_host`.
+    """
 
     max_body_bytes: Bytes = 32 * 2**20
     """Largest request body in bytes; a larger one gets status 413."""
@@ -215,13 +228,13 @@ class EngineArgs(Section):
 class PoolConfig(Section):
     """One pool of equal nodes."""
 
+    replicas: int = Field(default=1, ge=1)
+    """Number of nodes."""
+
     engine: Literal["vllm", "transformers"] | None = None
     """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
     exchanged and cached together.
     """
-
-    replicas: int = Field(default=1, ge=1)
-    """Number of nodes."""
 
     cpus: list[list[Cpu]] | None = None
     """CPU numbers of each node, one list per replica (`[[0], [1]]`); the node's whole process tree

@@ -4,7 +4,7 @@ takes them down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ class ClusterStatus:
     """``starting``, ``ready``, ``dead`` (waits for a restart) or ``failed``; empty for a cluster
     without a cache.
     """
+    more_routers: dict[str, str] = field(default_factory=dict)
+    """Like ``router``: each one beside the first, by name."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router answers and uses every node, and the cache can be used."""
+        """Whether the routers answer and use every node, and the cache can be used."""
         return (
-            self.router == "ready"
+            all(router == "ready" for router in (self.router, *self.more_routers.values()))
             and self.cache in ("", "ready")
             and all(
                 status is not None

@@ -46,6 +46,7 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     source: str
     """The YAML it was started from."""
     url: str
+    """Of its first router."""
     nodes: tuple[str, ...]
     phase: str
     """``starting``, ``serving`` or ``stopping``."""
@@ -56,8 +57,18 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     """``local``: an ``up`` that holds every process; ``none``: the router alone, whose nodes are
     started by somebody else.
     """
+    more_urls: tuple[str, ...] = ()
+    """Of its other routers."""
     tls: TlsFiles | None = None
     """How its router is verified; None where it speaks plain HTTP."""
+
+    @property
+    def routers(self) -> list[ClusterRecord]:
+        """The record as if the cluster had that router alone, of each: for what only the router
+        knows that served a request.
+        """
+        urls = (self.url, *self.more_urls)
+        return [msgspec.structs.replace(self, url=url, more_urls=()) for url in urls]
 
 
 @dataclass(frozen=True)

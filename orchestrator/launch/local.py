@@ -32,7 +32,7 @@ from splitserve.orchestrator.config import (
     SECRET_ENV,
     cache_secret,
     nodes,
-    router_url,
+    router_urls,
     secret_variables,
 )
 from splitserve.orchestrator.config.nodes import POOLS
@@ -80,7 +80,7 @@ class LocalLauncher:
         self.config = config
         self.files = files
         self.run = run
-        self.url = router_url(config)
+        self.urls = router_urls(config)
         self._tls = client_context(config.security.tls)
         self._model = model
         self._secret = secret
@@ -91,7 +91,9 @@ class LocalLauncher:
         self._cache: Child | None = None
         if config.cache is not None:
             self._cache = self._children.add(self._cache_child(config.cache))
-        self._router = self._children.add(self._router_child())
+        self._routers = [
+            self._children.add(self._router_child(index)) for index in range(len(self.urls))
+        ]
         self._agents = {
             node.name: self._children.add(self._agent_child(node.name)) for node in nodes(config)
         }
@@ -111,12 +113,18 @@ class LocalLauncher:
         """See ``Launcher``."""
         found = {name: read_status(self.files.run_dir, name) for name in self._agents}
         cache = await asyncio.to_thread(self._cache_state)
-        return ClusterStatus(router=await self._router_state(), nodes=found, cache=cache)
+        states = await asyncio.gather(
+            *(self._router_state(*known) for known in zip(self._routers, self.urls, strict=True))
+        )
+        named = dict(zip((child.name for child in self._routers), states, strict=True))
+        first = named.pop(ROUTER)
+        return ClusterStatus(router=first, more_routers=named, nodes=found, cache=cache)
 
     def failure(self) -> StartError | None:
         """See ``Launcher``."""
-        if self._router.state == "failed":
-            return _failure_of_program(self._router)
+        for router in self._routers:
+            if router.state == "failed":
+                return _failure_of_program(router)
         if self._cache is not None and self._cache.state == "failed":
             return _failure_of_program(self._cache)
         for name, child in self._agents.items():
@@ -128,11 +136,11 @@ class LocalLauncher:
         return None
 
     def broken(self) -> StartError | None:
-        """Why a cluster that served cannot serve any more: its router, or every node of a role, is
-        down for good.
+        """Why a cluster that served cannot serve any more: every router, or every node of a role,
+        is down for good.
         """
-        if self._router.state == "failed":
-            return _failure_of_program(self._router)
+        if all(router.state == "failed" for router in self._routers):
+            return _failure_of_program(self._routers[0])
         roles = {
             node.name: last_role(self.files.run_dir, node.name) or node.pool
             for node in nodes(self.config)
@@ -149,7 +157,7 @@ class LocalLauncher:
         # Wishes first: one that is being granted makes another keeper
         await cancel(self._wish_task)
         await self._children.stop_watching()
-        await self._children.end([self._router], drain_s + _STOP_MARGIN_S if drain_s else 1.0)
+        await self._children.end(self._routers, drain_s + _STOP_MARGIN_S if drain_s else 1.0)
         stop_s = self.config.supervision.stop_timeout_s
         await self._children.end(self._agents.values(), stop_s + _STOP_MARGIN_S)
         if self._cache is not None:
@@ -171,10 +179,12 @@ class LocalLauncher:
             child.env[CACHE_SECRET_ENV] = cache_secret(self.config, self._secret).hex()
         return child
 
-    def _router_child(self) -> Child:
+    def _router_child(self, index: int) -> Child:
         argv = [sys.executable, "-m", "splitserve.orchestrator.router"]
-        argv += ["--config", str(self.files.config_path)]
-        child = self._child(ROUTER, "the router", argv, self._log_dir / "router.log")
+        argv += ["--config", str(self.files.config_path), "--index", str(index)]
+        name = f"{ROUTER}-{index}" if index else ROUTER
+        title = f"router {index}" if len(self.urls) > 1 else "the router"
+        child = self._child(name, title, argv, self._log_dir / f"{name}.log", has_keys=True)
         child.final_exits = frozenset({ROUTER_EXIT_REFUSED})
         return child
 
@@ -186,8 +196,11 @@ class LocalLauncher:
         child.leave_exit = EXIT_STOPPED
         return child
 
-    def _child(self, name: str, title: str, argv: list[str], log_path: Path) -> Child:
-        unknown = secret_variables(self.config) if name != ROUTER else {SECRET_ENV}
+    def _child(
+        self, name: str, title: str, argv: list[str], log_path: Path, *, has_keys: bool = False
+    ) -> Child:
+        """``has_keys``: it may know the clients' keys."""
+        unknown = {SECRET_ENV} if has_keys else secret_variables(self.config)
         env = {
             **{key: value for key, value in os.environ.items() if key not in unknown},
             SECRET_FILE_ENV: str(self.files.secret_path),
@@ -215,15 +228,15 @@ class LocalLauncher:
         if await self._children.spawn_again(child, 0.0):
             self._children.watch_over(child)
 
-    async def _router_state(self) -> str:
-        if self._router.state != "running":
-            return self._router.state
+    async def _router_state(self, router: Child, url: str) -> str:
+        if router.state != "running":
+            return router.state
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
         tls = self._tls if self._tls is not None else True
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.url}/health", ssl=tls) as response,
+                session.get(f"{url}/health", ssl=tls) as response,
             ):
                 return "ready" if response.status == 200 else "waits for nodes"
         except (aiohttp.ClientError, OSError, TimeoutError):

@@ -131,11 +131,13 @@ async def start(
     secret: bytes,
     tenant_by_key: Mapping[str, str],
     log_stream: IO[bytes] | None = None,
+    index: int = 0,
     *,
     writes_log_apart: bool = False,
 ) -> Router:
-    """Listen as the configuration says. ``writes_log_apart``: a process of its own writes to
-    ``log_stream``, which has a descriptor. Raises ``CannotListenError`` when the port is taken.
+    """Listen as the configuration says, as the router ``index`` of the cluster.
+    ``writes_log_apart``: a process of its own writes to ``log_stream``, which has a descriptor.
+    Raises ``CannotListenError`` when the port is taken.
     """
     core = RouterCore(limits_of(config))
     incidents = Incidents()
@@ -171,6 +173,7 @@ async def start(
             autotune.ended(timeline, tally)
 
     driver = CoreDriver(core, client, agents, secret, on_end, incidents)
+    core.peers.index = index
     autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
@@ -323,11 +326,12 @@ async def run(
     config: ClusterConfig,
     secret: bytes,
     tenant_by_key: Mapping[str, str],
+    index: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
     wants_log = config.observability.log_level in ("debug", "info")
     log_stream = sys.stdout.buffer if wants_log else None
-    router = await start(config, secret, tenant_by_key, log_stream, writes_log_apart=True)
+    router = await start(config, secret, tenant_by_key, log_stream, index, writes_log_apart=True)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -105,6 +105,7 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
+        "others": _others(node),
         "cached_prefixes": core.prefixes.size_of(description.incarnation),
         "breakers": {
             "prefill": _breaker(node.prefill_breaker),
@@ -119,6 +120,12 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
         "quarantined_blocks": state.quarantined_blocks if state else None,
         "counters": state.counters if state else {},
     }
+
+
+def _others(node: Node) -> dict[str, Any]:
+    """What the other routers that are there have placed on the node, by their numbers."""
+    routers = node.others.routers if node.others is not None else ()
+    return {str(router.index): msgspec.to_builtins(router.load) for router in routers}
 
 
 def _engine(description: NodeDescription) -> dict[str, Any]:

@@ -182,3 +182,29 @@ def test_the_longest_delay_of_a_breaker_is_not_the_shortest() -> None:
 def test_loopback(host: str, expected: bool) -> None:
     """Only addresses that this machine alone can reach count."""
     assert is_loopback(host) is expected
+
+
+ROUTERS = "engine: mock\nrouter: {replicas: 2, port: 8000%s}\n"
+
+
+def test_routers_that_share_an_address_take_consecutive_ports() -> None:
+    """Those on machines of their own have the same one."""
+    text = "engine: mock\nprefill: {port_base: 8001}\n" + (ROUTERS % "").partition("\n")[2]
+    assert problems_of(text)[0].startswith("port 8001 is used by router.port and prefill-0 HTTP")
+    hosts = ROUTERS % ", hosts: [127.0.0.1, 127.0.0.2]"
+    assert [port for port, _, _ in fixed_ports(parse(MODEL + hosts))] == [8000]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (", hosts: ['::1']", "router.hosts: 1 hosts for 2 replicas"),
+        (", hosts: ['::1', 127.0.0.1], host: '::1'", "router.host: router.hosts says"),
+        (", hosts: ['::1', 127.0.0.1], advertise_host: a", "router.advertise_host: router.hosts"),
+        (", hosts: ['::1', 10.0.0.1]", "router.hosts: 10.0.0.1 serves the network without any key"),
+    ],
+)
+def test_routers_and_their_hosts_have_to_fit(more: str, problem: str) -> None:
+    """Each contradiction is told with its key."""
+    (found,) = problems_of(ROUTERS % more)
+    assert found.startswith(problem)

@@ -52,3 +52,11 @@ def test_a_foreign_address_is_an_error() -> None:
     """An address that this machine does not have is not merely a busy port."""
     with pytest.raises(OSError, match="assign"):
         is_free(1024, "203.0.113.1")
+
+
+def test_routers_get_ports_in_a_row() -> None:
+    """As many as there are, none of them in use."""
+    config = with_ports(parse(OPEN.replace("port: 0", "port: 0, replicas: 3")))
+    ports = [config.router.port + index for index in range(config.router.replicas)]
+    assert len(ports) == 3
+    assert all(is_free(port, "127.0.0.1") for port in ports)

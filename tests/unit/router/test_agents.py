@@ -35,7 +35,9 @@ async def test_an_agent_needs_the_clusters_token(token: str | None) -> None:
 async def test_a_node_is_welcomed_and_one_that_differs_is_refused() -> None:
     """The refusal names both values and appears in the status."""
     async with stub_cluster("p0", "d0") as cluster:
-        await until(lambda: cluster.agents["p0"].frames == [Welcome(router="splitserve")])
+        await until(
+            lambda: cluster.agents["p0"].frames == [Welcome(router=cluster.router.driver.name)]
+        )
         agent = cluster.agents["d0"]
         changes = {"engine_url": "http://127.0.0.1:1", "fingerprint": {"weights": "w2"}}
         other = description("d0", incarnation="d0-2", transport="local", **changes)

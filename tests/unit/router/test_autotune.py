@@ -133,7 +133,7 @@ async def test_on_changes_roles(caplog: pytest.LogCaptureFixture) -> None:
         controller.next = Decision(1.0, "d0 becomes prefill: ...", 0.25, None, "d0", "prefill")
         autotune.decide()
         assert cluster.router.core.membership.nodes["d0"].role == "prefill"
-        await until(lambda: cluster.agents["d0"].frames[1:] == [SetRole(role="prefill")])
+        await until(lambda: cluster.agents["d0"].frames[1:] == [SetRole(role="prefill", epoch=1)])
         assert "autotune: d0 becomes prefill: ..." in caplog.messages
         newest, older = autotune.status()["decisions"]
         assert (newest["node"], newest["role"], newest["missed_share"]) == ("d0", "prefill", 0.25)
