@@ -19,6 +19,7 @@ from splitserve.orchestrator.cli.profile import profile
 from splitserve.orchestrator.cli.quickstart import quickstart
 from splitserve.orchestrator.cli.record import record
 from splitserve.orchestrator.cli.render import render
+from splitserve.orchestrator.cli.scale import scale
 from splitserve.orchestrator.cli.simulate import simulate_command
 from splitserve.orchestrator.cli.single import cache_server, node, router_command
 from splitserve.orchestrator.cli.top import top
@@ -42,7 +43,7 @@ def version() -> None:
             click.echo(f"{distribution} (not installed)")
 
 
-for command in (up, status, top, trace, down, drain, restart, flip, cache):
+for command in (up, status, top, trace, down, drain, restart, scale, flip, cache):
     main.add_command(command)
 for command in (node, router_command, cache_server, render):
     main.add_command(command)

@@ -96,6 +96,14 @@ class RouterClient:
             raise RouterSilentError(f"the router answers {status}: {answer}")
         return answer["verdict"], answer["message"]
 
+    def forget(self, node: str) -> bool:
+        """Nothing of the node is remembered; False while it takes part."""
+        path = f"/internal/nodes/{quote(node, safe='')}/forget"
+        status, answer = self._ask("POST", path, None)
+        if "verdict" not in answer:
+            raise RouterSilentError(f"the router answers {status}: {answer}")
+        return bool(answer["verdict"] == "forgotten")
+
     def audit(self) -> dict[str, Any]:
         """What engines hold and the router does not know of, or the other way round."""
         status, answer = self._ask("GET", "/internal/audit", None)

@@ -14,9 +14,15 @@ import msgspec
 
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.cli.display import LoadingDisplay, print_endpoints
-from splitserve.orchestrator.config import dump_resolved, nodes
+from splitserve.orchestrator.config import ConfigError, dump_resolved, nodes
+from splitserve.orchestrator.config.scaling import scaled
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord, tls_files
+from splitserve.orchestrator.launch.files import (
+    ClusterFiles,
+    ClusterRecord,
+    ScaleAnswer,
+    tls_files,
+)
 from splitserve.orchestrator.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from splitserve.orchestrator.launch.files import ScaleOrder
     from splitserve.orchestrator.launch.plan import Plan
 
 _POLL_S = 0.25
@@ -155,7 +162,24 @@ class _Run:
         while not self._stop.is_set():
             if (failure := self._launcher.broken()) is not None:
                 raise failure
+            if (order := self._files.take_scale_order()) is not None:
+                await self._scale(order)
             await self._pause(_WATCH_S)
+
+    async def _scale(self, order: ScaleOrder) -> None:
+        """The cluster has the size that was asked for, or the answer says why not."""
+        problems: tuple[str, ...] = ()
+        try:
+            found = scaled(
+                self._launcher.config, order.pool, order.replicas, cpus=order.cpus, gpus=order.gpus
+            )
+            await self._launcher.resize(found.config)
+            names = tuple(node.name for node in nodes(found.config))
+            self._record = msgspec.structs.replace(self._record, nodes=names)
+            self._files.write_record(self._record)
+        except ConfigError as error:
+            problems = tuple(error.problems)
+        self._files.answer_scale(ScaleAnswer(ticket=order.ticket, problems=problems))
 
     async def _pause(self, seconds: float) -> None:
         try:

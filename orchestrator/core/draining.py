@@ -12,13 +12,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.deadlines import DeadlineQueue
-from splitserve.orchestrator.core.effects import AnswerDrain, DismissNode, DrainNode, Effect
+from splitserve.orchestrator.core.effects import (
+    AnswerDrain,
+    AnswerForget,
+    DismissNode,
+    DrainNode,
+    Effect,
+)
 from splitserve.orchestrator.core.lifecycle import Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL, Drain, Returning
 from splitserve.orchestrator.core.recovery import Recovery
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.core.events import DrainRequested, NodeDied
+    from splitserve.orchestrator.core.events import DrainRequested, ForgetRequested, NodeDied
     from splitserve.orchestrator.core.limits import CoreLimits
     from splitserve.orchestrator.core.membership import Node
 
@@ -56,6 +62,16 @@ class Draining(Recovery):
         answer = AnswerDrain(event.ticket, "draining", message)
         orders = [answer, *self._drain_orders(node), *self._check_drain(node, now)]
         return [*orders, *self._check_waiting(now)]
+
+    def _on_forget_requested(self, event: ForgetRequested, now: float) -> list[Effect]:
+        """Of a node that has gone nothing is remembered that another one of its name would meet."""
+        name = event.node
+        if name in self.membership.nodes or name in self.membership.returning:
+            message = f"{name} takes part; drain it before"
+            return [AnswerForget(event.ticket, "takes_part", message)]
+        self.membership.refused.pop(name, None)
+        self.membership.ordered_roles.pop(name, None)
+        return [AnswerForget(event.ticket, "forgotten", f"{name} is no part of the cluster")]
 
     def _begin_drain(self, node: Node, restarts: bool, due: float) -> Drain:
         """The node is draining; a second drain changes what the first one said."""

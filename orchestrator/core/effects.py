@@ -20,6 +20,8 @@ FlipVerdict = Literal[
     "not_flippable",
 ]
 
+ForgetVerdict = Literal["forgotten", "takes_part"]
+
 
 class AcceptNode(msgspec.Struct, frozen=True):
     """Tell the agent that its node takes part."""
@@ -93,6 +95,14 @@ class AnswerFlip(msgspec.Struct, frozen=True):
 
     ticket: int
     verdict: FlipVerdict
+    message: str
+
+
+class AnswerForget(msgspec.Struct, frozen=True):
+    """Tell the operator whether the node is forgotten."""
+
+    ticket: int
+    verdict: ForgetVerdict
     message: str
 
 
@@ -271,6 +281,7 @@ Effect = (
     | LearnRole
     | TellLoad
     | AnswerFlip
+    | AnswerForget
     | StartPair
     | StartAlone
     | StartPrefill

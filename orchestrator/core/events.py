@@ -101,6 +101,14 @@ class FlipRequested(msgspec.Struct, frozen=True):
     """Also when no other prefill node is usable."""
 
 
+class ForgetRequested(msgspec.Struct, frozen=True):
+    """An operator says that a node is no part of the cluster any more."""
+
+    ticket: int
+    """Names the request in ``AnswerForget``."""
+    node: str
+
+
 class Pinned(msgspec.Struct, frozen=True):
     """The nodes that a probe measures (``probing``)."""
 
@@ -217,6 +225,7 @@ Event = (
     | CacheLost
     | DrainRequested
     | FlipRequested
+    | ForgetRequested
     | RequestArrived
     | PrefillAnswered
     | PrefillFailed

@@ -22,7 +22,7 @@ from splitserve.orchestrator.core.placement import Least, decode_load, prefill_l
 from splitserve.orchestrator.core.ranking import Place, Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from splitserve.orchestrator.core.expected_hits import Hit, Known, Level
     from splitserve.orchestrator.core.membership import Node
@@ -40,6 +40,8 @@ SMALL_POOL_NODES = 32
 UNABLE_LIMIT_NODES = 8
 """How many of those that may not take the prompt are named when none may."""
 TIES_LIMIT_NODES = 32
+STEP_COST = 4
+"""A step through the ranking takes as long as so many looks at who has something."""
 
 
 class _Best(NamedTuple):
@@ -186,28 +188,31 @@ class Pool:
         for number, level in enumerate(levels):
             if best is not None and best.net + level.gain < least:
                 break
-            if level.are_few:
-                best = self._best_of_few(levels, number, may, best)
-            else:
-                best = self._best_of_many(levels, number, able, best)
+            if not level.are_few:
+                best, is_done = self._first_of_many(levels, number, able, best)
+                if is_done:
+                    continue
+            few = level.fresh if level.are_few else level.holders
+            best = self._best_of(few, levels, number, may, best)
         for place in able.within(best.net if best is not None else None):
             if may(place.node, 0):
                 best = _better(best, _Best(place.load, 0, place))
                 break
         return best.place.node if best is not None else None
 
-    def _best_of_few(
+    def _best_of(
         self,
+        sources: Iterable[str],
         levels: Sequence[Level],
         number: int,
         may: May,
         best: _Best | None,
     ) -> _Best | None:
-        """Looks at each that has it and no more."""
-        gain, _, fresh, _ = levels[number]
+        """Looks at each of those sources, which have what the level of that number gives."""
+        gain = levels[number].gain
         nodes_of, places = self._nodes_by_source, self._by_load.by_node
         most = inf if best is None else best.net + gain
-        for source in fresh:
+        for source in sources:
             for node in nodes_of.get(source, ()):
                 place = places.get(node)
                 if place is None or place.load > most or not may(node, gain):
@@ -218,24 +223,29 @@ class Pool:
                 most = best.net + gain
         return best
 
-    def _best_of_many(
+    def _first_of_many(
         self, levels: Sequence[Level], number: int, able: _Able, best: _Best | None
-    ) -> _Best | None:
-        """Goes through the ranking until it meets one that has it itself."""
+    ) -> tuple[_Best | None, bool]:
+        """Goes through the ranking until it meets one that has it itself; False when that takes
+        longer than a look at each that has it: they are busy, or nodes of the other pool.
+        """
         gain, holders, _, _ = levels[number]
-        looked_at = 0
-        for place in able.within(best.net + gain if best is not None else None):
+        patience, ties = len(holders) // STEP_COST, 0
+        places = able.within(best.net + gain if best is not None else None)
+        for looked_at, place in enumerate(places):
             if best is not None and place.load > best.net + gain:
                 break
+            if looked_at > patience:
+                return best, False
             own, cache = self._sources[place.node]
             if own in holders:
                 if able.may(place.node, gain):
-                    return _better(best, _Best(place.load - gain, -gain, place))
-            elif cache in holders and looked_at < TIES_LIMIT_NODES and able.may(place.node, gain):
-                looked_at += 1
+                    return _better(best, _Best(place.load - gain, -gain, place)), True
+            elif cache in holders and ties < TIES_LIMIT_NODES and able.may(place.node, gain):
+                ties += 1
                 lacking = -_own_gain(own, levels, number)
                 best = _better(best, _Best(place.load - gain, lacking, place))
-        return best
+        return best, True
 
 
 class _Able:

@@ -82,6 +82,7 @@ class RouterCore(Probing):
             ev.CacheLost: self._on_cache_lost,
             ev.DrainRequested: self._on_drain_requested,
             ev.FlipRequested: self._on_flip_requested,
+            ev.ForgetRequested: self._on_forget_requested,
             ev.RequestArrived: self._on_request_arrived,
             ev.PrefillAnswered: self._on_prefill_answered,
             ev.PrefillFailed: self._on_prefill_failed,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.agent.status_file import NodeStatus
+    from splitserve.orchestrator.config import ClusterConfig
 
 
 class StartError(Exception):
@@ -64,6 +65,14 @@ class Launcher(Protocol):
 
     def failure(self) -> StartError | None:
         """Why the cluster cannot become ready (or whole again), None while it can."""
+
+    async def resize(self, config: ClusterConfig) -> None:
+        """The cluster is that of ``config``, which differs from the one so far in the replicas of
+        its pools and what each of them has: agents of new nodes have been started; nodes that it
+        does not have, drained before, are gone with all their processes, and are no part of
+        ``status``. What starts from now on, the router too, knows the new one. Raises
+        ``ConfigError`` when it cannot be, and then nothing has changed.
+        """
 
     async def stop(self, drain_s: float) -> None:
         """Nothing that was started lives any more. Running requests get ``drain_s`` to finish."""

@@ -80,6 +80,15 @@ class Children:
             self.watch_over(child)
         self._log_task = asyncio.create_task(self._bound_logs())
 
+    async def remove(self, child: Child, timeout_s: float) -> None:
+        """The child is no part of the run any more, and nothing of it lives: SIGTERM, and SIGKILL
+        after ``timeout_s``.
+        """
+        await cancel(child.keeper)
+        await self.end([child], timeout_s)
+        await asyncio.to_thread(sweep, self._run, child.name)
+        self._all.remove(child)
+
     async def stop_watching(self) -> None:
         """No child is started again."""
         await cancel(self._log_task, *(child.keeper for child in self._all))

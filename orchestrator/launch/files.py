@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config import TlsConfig
 
 
+_OF_NODES = ("*.status.json", "*.incarnation", "*.start")
+"""Files of each node of a run."""
+
+
 class RunningClusterError(Exception):
     """A cluster of that name runs already."""
 
@@ -69,6 +73,29 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
         """
         urls = (self.url, *self.more_urls)
         return [msgspec.structs.replace(self, url=url, more_urls=()) for url in urls]
+
+
+class ScaleOrder(msgspec.Struct, kw_only=True, frozen=True):
+    """What `splitserve scale` asks of the `up` that runs the cluster."""
+
+    ticket: str
+    """Names the order in its answer."""
+    pool: str
+    replicas: int
+    cpus: tuple[tuple[int, ...], ...] = ()
+    gpus: tuple[tuple[int, ...], ...] = ()
+
+
+class ScaleAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    """How that went."""
+
+    ticket: str
+    problems: tuple[str, ...] = ()
+    """Why nothing was changed; empty when it was done."""
+
+
+class ScalingError(Exception):
+    """Another `splitserve scale` of the cluster is at work."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +205,7 @@ class ClusterFiles:
         operators' token written.
         """
         self._make_folders()
-        for pattern in ("*.status.json", "*.incarnation", "*.start", "*.secret", "cache.json"):
+        for pattern in (*_OF_NODES, "*.secret", "cache.json", "scale.order", "scale.answer"):
             for old in self.run_dir.glob(pattern):
                 old.unlink(missing_ok=True)
         write_private(self.config_path, resolved.encode())
@@ -195,6 +222,56 @@ class ClusterFiles:
     def take_wish(self, node: str) -> None:
         """The wish is being granted."""
         self._wish_path(node).unlink(missing_ok=True)
+
+    def forget(self, node: str) -> None:
+        """Nothing is left of a node that is no part of the cluster any more, but its logs."""
+        for pattern in _OF_NODES:
+            (self.run_dir / pattern.replace("*", node)).unlink(missing_ok=True)
+
+    def write_resolved(self, resolved: str) -> None:
+        """Processes that start from now on read this configuration."""
+        write_private(self.config_path, resolved.encode())
+
+    def scale_lock(self) -> IO[bytes]:
+        """Held by one `splitserve scale` at a time, until the file is closed or its process ends.
+        Raises ``ScalingError``.
+        """
+        handle = (self.run_dir / "scale.lock").open("ab")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            raise ScalingError(
+                f"another `splitserve scale` of {self.name} is at work; wait until it has ended"
+            ) from None
+        return handle
+
+    def order_scale(self, order: ScaleOrder) -> None:
+        """Ask the running ``up`` for another size."""
+        write_private(self.run_dir / "scale.order", msgspec.json.encode(order))
+
+    def take_scale_order(self) -> ScaleOrder | None:
+        """The order that nobody has taken yet; from now on it is taken."""
+        path = self.run_dir / "scale.order"
+        try:
+            order = msgspec.json.decode(path.read_bytes(), type=ScaleOrder)
+        except FileNotFoundError:
+            return None
+        path.unlink()
+        return order
+
+    def answer_scale(self, answer: ScaleAnswer) -> None:
+        """Say how the order went."""
+        write_private(self.run_dir / "scale.answer", msgspec.json.encode(answer))
+
+    def scale_answer(self, ticket: str) -> ScaleAnswer | None:
+        """The answer to that order; None while there is none."""
+        try:
+            data = (self.run_dir / "scale.answer").read_bytes()
+        except FileNotFoundError:
+            return None
+        answer = msgspec.json.decode(data, type=ScaleAnswer)
+        return answer if answer.ticket == ticket else None
 
     def _wish_path(self, node: str) -> Path:
         return self.run_dir / f"{node}.start"

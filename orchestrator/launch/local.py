@@ -30,7 +30,9 @@ from splitserve.orchestrator.agent.restart_budget import RestartBudget
 from splitserve.orchestrator.agent.status_file import last_role, read_status, status_path
 from splitserve.orchestrator.config import (
     SECRET_ENV,
+    ConfigError,
     cache_secret,
+    dump_resolved,
     nodes,
     router_urls,
     secret_variables,
@@ -42,6 +44,7 @@ from splitserve.orchestrator.launch.cache_settings import cache_settings
 from splitserve.orchestrator.launch.child_logs import shortened, tail
 from splitserve.orchestrator.launch.children import Child, Children, cancel, ending, sweep
 from splitserve.orchestrator.launch.files import write_private
+from splitserve.orchestrator.launch.ports import taken_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,14 +155,38 @@ class LocalLauncher:
                 return self._failure_of_agent(failed[-1])
         return None
 
+    async def resize(self, config: ClusterConfig) -> None:
+        """See ``Launcher``."""
+        names = [node.name for node in nodes(config)]
+        new = [name for name in names if name not in self._agents]
+        problems = taken_ports(config, new)
+        if problems:
+            raise ConfigError(problems)
+        self.config = config
+        self.files.write_resolved(dump_resolved(config))
+        for name in [name for name in self._agents if name not in names]:
+            child = self._agents.pop(name)
+            await self._children.remove(child, self._agent_stop_s)
+            self.files.forget(name)
+            self._say(f"{name} is no part of the cluster any more")
+        for name in new:
+            self.files.forget(name)
+            child = self._agents[name] = self._children.add(self._agent_child(name))
+            self._say(f"{name} is started")
+            if await self._children.spawn_again(child, 0.0):
+                self._children.watch_over(child)
+
+    @property
+    def _agent_stop_s(self) -> float:
+        return self.config.supervision.stop_timeout_s + _STOP_MARGIN_S
+
     async def stop(self, drain_s: float) -> None:
         """See ``Launcher``."""
         # Wishes first: one that is being granted makes another keeper
         await cancel(self._wish_task)
         await self._children.stop_watching()
         await self._children.end(self._routers, drain_s + _STOP_MARGIN_S if drain_s else 1.0)
-        stop_s = self.config.supervision.stop_timeout_s
-        await self._children.end(self._agents.values(), stop_s + _STOP_MARGIN_S)
+        await self._children.end(self._agents.values(), self._agent_stop_s)
         if self._cache is not None:
             await self._children.end([self._cache], _CACHE_STOP_S)
         if not await asyncio.to_thread(kill_descendants, _SWEEP_DEADLINE_S):
@@ -212,7 +239,7 @@ class LocalLauncher:
     async def _grant_wishes(self) -> None:
         """Start agents that have left or failed when an operator asks for it."""
         while True:
-            for name, child in self._agents.items():
+            for name, child in list(self._agents.items()):
                 if child.state in ("left", "failed") and self.files.is_wished(name):
                     await self._bring_back(child)
             await asyncio.sleep(_WISH_POLL_S)

@@ -8,7 +8,8 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.config import ConfigError
+from splitserve.orchestrator.config import ConfigError, nodes
+from splitserve.orchestrator.config.checks import fixed_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +21,10 @@ FREE_RANGE = range(20_000, 32_000)
 connections.
 """
 _TRIES = 200
+ROOM_NODES = 16
+"""So many nodes more than it begins with find the ports behind the pool's own free, as far as this
+cluster is concerned.
+"""
 
 
 def is_free(port: int, host: str) -> bool:
@@ -68,6 +73,17 @@ def node_with_ports(node: NodeConfig) -> NodeConfig:
     return replace(node, http_port=http, endpoint_port=endpoint, control_port_base=control)
 
 
+def taken_ports(config: ClusterConfig, names: Iterable[str]) -> list[str]:
+    """One sentence for each port of those nodes that somebody uses now."""
+    wanted = {node.name: node for node in nodes(config) if node.name in set(names)}
+    return [
+        f"port {port} on {host} is in use by another program, and {use} would get it; end that "
+        "program, or give the pool other ports in the YAML and start the cluster again"
+        for port, host, use in fixed_ports(config)
+        if use.partition(" ")[0] in wanted and not is_free(port, host)
+    ]
+
+
 def free_run(hosts: Iterable[str], length: int = 1) -> int:
     """First of ``length`` consecutive ports, of those that ``up`` gives, that are free on all
     ``hosts`` now.
@@ -79,11 +95,13 @@ def _pool_with_ports(settings: PoolConfig, picker: _Picker) -> PoolConfig:
     transfer = settings.transfer
     if settings.port_base == 0:
         hosts = settings.hosts or [settings.host]
-        base = picker.run_of(2 * settings.replicas, [*hosts, "127.0.0.1"])
+        room = 2 * ROOM_NODES
+        base = picker.run_of(2 * settings.replicas, [*hosts, "127.0.0.1"], room)
         settings = settings.model_copy(update={"port_base": base})
     if transfer.port_base == 0:
         ranks = settings.engine_args.tensor_parallel_size
-        base = picker.run_of(settings.replicas * ranks, settings.hosts or [transfer.host])
+        hosts = settings.hosts or [transfer.host]
+        base = picker.run_of(settings.replicas * ranks, hosts, ROOM_NODES * ranks)
         transfer = transfer.model_copy(update={"port_base": base})
     return settings.model_copy(update={"transfer": transfer})
 
@@ -95,15 +113,18 @@ class _Picker:
         self._rng = rng
         self._taken: set[int] = set()
 
-    def run_of(self, length: int, hosts: Iterable[str]) -> int:
-        """First of ``length`` consecutive ports that are free on all ``hosts``."""
+    def run_of(self, length: int, hosts: Iterable[str], room: int = 0) -> int:
+        """First of ``length`` consecutive ports that are free on all ``hosts``; the ``room`` ports
+        behind them are not picked for anything else.
+        """
         hosts = set(hosts)
-        for _ in range(_TRIES if length < len(FREE_RANGE) else 0):
-            first = self._rng.randrange(FREE_RANGE.start, FREE_RANGE.stop - length)
+        for _ in range(_TRIES if length + room < len(FREE_RANGE) else 0):
+            first = self._rng.randrange(FREE_RANGE.start, FREE_RANGE.stop - length - room)
             run = range(first, first + length)
-            if self._taken.isdisjoint(run) and all(
+            roomy = range(first, first + length + room)
+            if self._taken.isdisjoint(roomy) and all(
                 is_free(port, host) for port in run for host in hosts
             ):
-                self._taken.update(run)
+                self._taken.update(roomy)
                 return first
         raise ConfigError([f"no {length} free ports in a row in {FREE_RANGE}; give fixed ports"])

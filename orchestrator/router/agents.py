@@ -144,6 +144,11 @@ class AgentHub:
             return self.transfers.find(timeline.request_id)
         return self.transfers.of(timeline.request_id)
 
+    def forget(self, node: str) -> None:
+        """The node is no part of the cluster: nothing is told of it any more."""
+        for told in (self.loading, self.refused, self.last_death, self.deaths):
+            told.pop(node, None)
+
     def close(self) -> None:
         """Tell all agents to come again (to the router that follows)."""
         for connection in self._sockets:

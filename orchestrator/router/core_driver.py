@@ -22,6 +22,7 @@ from splitserve.orchestrator.core.events import (
     DrainRequested,
     Event,
     FlipRequested,
+    ForgetRequested,
     PrefillFailed,
     TimePassed,
 )
@@ -94,6 +95,7 @@ class CoreDriver:
             ef.DismissNode: agents.dismiss,
             ef.AnswerDrain: lambda order: self._operators.pop(order.ticket)(order),
             ef.AnswerFlip: lambda order: self._operators.pop(order.ticket)(order),
+            ef.AnswerForget: lambda order: self._operators.pop(order.ticket)(order),
             ef.SetRole: agents.set_role,
             ef.LearnRole: agents.learn_role,
             ef.TellLoad: agents.tell_load,
@@ -152,6 +154,20 @@ class CoreDriver:
 
         self._operators[ticket] = answered
         self.tell(FlipRequested(ticket, node, role, is_forced))
+
+    def forget(self, node: str, *, answer: Callable[[ef.AnswerForget], None]) -> None:
+        """A node is no part of the cluster any more; ``answer`` is called with the core's
+        verdict.
+        """
+        ticket = next(self._tickets)
+
+        def answered(order: ef.AnswerForget) -> None:
+            if order.verdict == "forgotten":
+                self._agents.forget(node)
+            answer(order)
+
+        self._operators[ticket] = answered
+        self.tell(ForgetRequested(ticket, node))
 
     def tell(self, event: Event) -> None:
         """A fact; its orders are performed before this returns, unless orders are being performed

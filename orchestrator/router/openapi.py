@@ -24,7 +24,7 @@ from splitserve.orchestrator.router.endpoints import (
     PATHS,
     RESPONSES,
 )
-from splitserve.orchestrator.router.node_orders import DrainBody, FlipBody
+from splitserve.orchestrator.router.node_orders import DrainBody, FlipBody, ForgetBody
 
 OPENAPI_PATH = "/openapi.json"
 
@@ -234,6 +234,11 @@ def _operator_operations() -> list[Operation]:
         Operation(
             "POST", "/internal/nodes/{node}/flip", "The node changes its role", OPERATORS,
             _generated(FlipBody), good=(200, 202), errors=ordered, parameters=(node,),
+        ),
+        Operation(
+            "POST", "/internal/nodes/{node}/forget", "The node is no part of the cluster any more",
+            OPERATORS, _generated(ForgetBody), is_body_required=False, good=(200,),
+            errors=(400, 401, 409), parameters=(node,),
         ),
     ]  # fmt: skip
 
