@@ -138,7 +138,7 @@ async def test_neighbours_take_turns() -> None:
     """Of several each keeps a round busy."""
     host = Host()
     others = {"neighbours": {"d0": ["n0", "n1"]}}
-    await measure(host, plan=Plan((), PLAN.decode, (), PLAN.beside), **others)
+    await measure(host, plan=Plan((), PLAN.decode, (), (), PLAN.beside), **others)
     assert host.legs["n0"] > 0
     assert host.legs["n1"] > 0
 
@@ -156,7 +156,7 @@ async def test_a_busy_neighbour_is_waited_for_only_so_long(monkeypatch: pytest.M
     monkeypatch.setattr(probing, "RETRY_S", 0.001)
     host = Host()
     host.busy = {"d0"}
-    plan = Plan(PLAN.prefill, (), (), PLAN.beside)
+    plan = Plan(PLAN.prefill, (), (), (), PLAN.beside)
     measured = await measure(host, patience_s=0.01, decode_nodes=["p0"], plan=plan)
     assert measured.prefill
     assert not measured.prefill_beside
