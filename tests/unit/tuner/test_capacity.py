@@ -54,8 +54,8 @@ def test_it_finds_the_split_that_the_simulator_finds(prompt: int, answer: int, r
 
 
 def test_sending_is_work_of_prefill_nodes() -> None:
-    """They are asked for as much more as it takes; decode nodes, and prompts that are not split, are
-    not.
+    """They are asked for as much more as it takes; decode nodes are not, and prompts that are not
+    split count nothing.
     """
     prefill = structs.replace(PROFILE.prefill, sending_s=exactly(1e-3))
     sample = Sample(np.array([100.0, 900.0]), np.zeros(2), np.full(2, 50.0))
