@@ -18,6 +18,7 @@ from splitserve.orchestrator.tuner.profile_fit import (
     fit_decode,
     fit_neighbour,
     fit_prefill,
+    fit_sending,
     fit_transfers,
 )
 
@@ -112,6 +113,14 @@ def build_profile(
         bytes_per_token=kv_bytes,
         limits=limits,
     )
+    sending = fit_sending(
+        measured.split,
+        transfers[0],
+        decode,
+        request_s=request.value,
+        bytes_per_token=kv_bytes,
+    )
+    prefill = structs.replace(prefill, sending_s=sending)
     if measured.prefill_beside:
         slowed = fit_neighbour(measured.prefill_beside, request.value)
         prefill = structs.replace(prefill, neighbour=slowed)

@@ -153,6 +153,7 @@ class NodeModel:
         self._sequence_s = profile.decode.sequence_s.value
         self._context_s = profile.decode.context_s.value
         self._attention_s = profile.prefill.attention_s.value
+        self._sending_s = profile.prefill.sending_s.value
         self._has_neighbours = profile.has_neighbours
         self._busy_neighbours = 0
         # The present jump
@@ -263,13 +264,16 @@ class NodeModel:
             return False
         self._has_room = budget > 0
         self._count = count = self._steps_alike(budget)
-        new = attended = 0.0
+        new = attended = sent = 0.0
         for job, tokens in self._chunks:
             new += tokens
             attended += tokens * (job.computed + tokens / 2)
+            if job.kind is Kind.PREFILL:
+                sent += tokens
         decoding = self.decoding
         if new:
             first = self._profile.step_seconds(new, attended, decoding, self.context)
+            first += sent * self._sending_s
         else:
             first = self._base_s + self._sequence_s * decoding + self._context_s * self.context
         growth = self._context_s * decoding

@@ -104,6 +104,7 @@ def paced(profile: Profile, prefill: float, decode: float) -> Profile:
             base_s=times(p.base_s, prefill),
             token_s=times(p.token_s, prefill),
             attention_s=times(p.attention_s, prefill),
+            sending_s=times(p.sending_s, prefill),
         ),
         decode=msgspec.structs.replace(
             d,

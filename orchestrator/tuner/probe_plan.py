@@ -27,6 +27,8 @@ PREFILL_BESIDE, DECODE_BESIDE = (0.25, 0.5, 0.75), (0.0, 0.34, 0.67)
 """Which probes are made beside a busy neighbour too, as places in the order of their size: one
 stream is what a node decodes most often.
 """
+SPLIT_PARTS = (0.15, 0.3, 0.6)
+"""Of the longest prompt: what is split to see what sending takes of the computing."""
 COMPANION_PART = 8
 """What keeps a neighbour busy are streams behind prompts of the longest length by this."""
 POOL_SHARE = 0.5
@@ -81,7 +83,21 @@ class TransferProbe:
         return self.tokens
 
 
-Probe = PrefillProbe | DecodeProbe | TransferProbe
+@dataclass(frozen=True, order=True)
+class SplitProbe:
+    """Two prompts of so many tokens that no node has: one alone on the prefill node, then one that
+    goes on to the decode node: until each has its first token.
+    """
+
+    tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        """What the engine computes for one of them."""
+        return self.tokens
+
+
+Probe = PrefillProbe | DecodeProbe | TransferProbe | SplitProbe
 Measured = TypeVar("Measured", PrefillProbe, DecodeProbe)
 
 
@@ -95,6 +111,8 @@ def within(probe: Probe, limit_tokens: float, block_tokens: int) -> Probe | None
     if isinstance(probe, DecodeProbe):
         context = limit // probe.streams
         return DecodeProbe(probe.streams, context) if context else None
+    if isinstance(probe, SplitProbe):
+        return SplitProbe(limit) if limit else None
     if isinstance(probe, TransferProbe):
         blocks = (limit - 1) // block_tokens
         return TransferProbe(blocks * block_tokens + 1) if blocks > 0 else None
@@ -113,6 +131,7 @@ class Plan:
     prefill: tuple[PrefillProbe, ...]
     decode: tuple[DecodeProbe, ...]
     transfer: tuple[TransferProbe, ...]
+    split: tuple[SplitProbe, ...] = ()
     beside: frozenset[PrefillProbe | DecodeProbe] = frozenset()
     """Of those, what is made once more while a node of the same host computes."""
     companion_tokens: int = SHORTEST_TOKENS
@@ -121,12 +140,12 @@ class Plan:
     @property
     def size(self) -> int:
         """Number of probes, each counted once."""
-        return len(self.prefill) + len(self.decode) + len(self.transfer)
+        return len(self.prefill) + len(self.decode) + len(self.transfer) + len(self.split)
 
 
 def plan_probes(limits: EngineLimits, *, has_prefix_cache: bool) -> Plan:
-    """One round for engines with those limits. Without a prefix cache no probe has cached tokens,
-    but for transfers, whose times then contain the computing.
+    """One round for engines with those limits. Without a prefix cache no probe has cached tokens;
+    the times of transfers then contain the computing, and nothing else is split.
     """
     capacity = int(limits.total_blocks * limits.block_tokens * POOL_SHARE)
     longest = max(2, min(limits.max_model_len - STREAM_TOKENS - 2, capacity))
@@ -146,6 +165,7 @@ def plan_probes(limits: EngineLimits, *, has_prefix_cache: bool) -> Plan:
         tuple(sorted(set(prefill), key=lambda probe: probe.computed_tokens)),
         tuple(decode),
         tuple(map(TransferProbe, _transfer_lengths(limits, longest))),
+        tuple(map(SplitProbe, _split_lengths(longest))) if has_prefix_cache else (),
         frozenset((*_at(plain, PREFILL_BESIDE), *_at(decode, DECODE_BESIDE))),
         max(1, longest // COMPANION_PART),
     )
@@ -190,3 +210,7 @@ def _transfer_lengths(limits: EngineLimits, longest: int) -> list[int]:
     block = limits.block_tokens
     blocks = [max(1, int(longest * part) // block) for part in (0.06, 0.3, 0.6, 1.0)]
     return sorted({min(count * block + 1, longest) for count in blocks})
+
+
+def _split_lengths(longest: int) -> list[int]:
+    return sorted({max(1, int(longest * part)) for part in SPLIT_PARTS})

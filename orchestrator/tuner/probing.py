@@ -22,6 +22,7 @@ from splitserve.orchestrator.tuner.probe_plan import (
     STREAM_TOKENS,
     DecodeProbe,
     PrefillProbe,
+    SplitProbe,
     TransferProbe,
     within,
 )
@@ -29,6 +30,7 @@ from splitserve.orchestrator.tuner.profile_fit import (
     BesideSample,
     DecodeSample,
     PrefillSample,
+    SplitSample,
     TransferSample,
 )
 
@@ -101,6 +103,7 @@ class Measured:
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
     transfer: list[TransferSample] = field(default_factory=list)
+    split: list[SplitSample] = field(default_factory=list)
     prefill_beside: list[BesideSample] = field(default_factory=list)
     decode_beside: list[BesideSample] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Measured:
     @property
     def count(self) -> int:
         """Number of samples."""
-        plain = len(self.prefill) + len(self.decode) + len(self.transfer)
+        plain = len(self.prefill) + len(self.decode) + len(self.transfer) + len(self.split)
         return plain + len(self.prefill_beside) + len(self.decode_beside)
 
 
@@ -166,7 +169,8 @@ class Prober:
         began = loop.time()
         end = began + self._budget_s
         await self._warm_up()
-        probes: list[Probe] = [*self._plan.prefill, *self._plan.decode, *self._plan.transfer]
+        plan = self._plan
+        probes: list[Probe] = [*plan.prefill, *plan.decode, *plan.transfer, *plan.split]
         for number in range(ROUNDS_LIMIT):
             for probe in probes:
                 if (number and loop.time() > end) or self._patience_s <= 0:
@@ -198,6 +202,8 @@ class Prober:
         elif isinstance(probe, DecodeProbe):
             node = self._decode_nodes[number % len(self._decode_nodes)]
             await self._measure_decode(probe, node, self._neighbour(original, node, number))
+        elif isinstance(probe, SplitProbe):
+            await self._measure_split(probe, *self._pair(number))
         else:
             await self._measure_transfer(probe, *self._pair(number))
 
@@ -285,6 +291,17 @@ class Prober:
             self._measured.transfer.append(
                 TransferSample(prefill, decode, probe.tokens, cached, answers[0].first)
             )
+
+    async def _measure_split(self, probe: SplitProbe, prefill: str, decode: str) -> None:
+        async def work() -> list[Answer]:
+            alone = await self._cluster.ask(self._fresh(probe.tokens), 1, decode=prefill)
+            prompt = self._fresh(probe.tokens)
+            return [alone, await self._cluster.ask(prompt, 2, decode=decode, prefill=prefill)]
+
+        answers = await self._alone(work, {prefill: 2, decode: 1}, _name_of(probe))
+        if answers:
+            alone, split = answers
+            self._measured.split.append(SplitSample(probe.tokens, alone.first, split.first))
 
     async def _ask_together(
         self, prompts: Sequence[Sequence[int]], tokens: int, node: str
@@ -408,4 +425,6 @@ def _name_of(probe: Probe) -> str:
         return f"prompt of {times}{probe.new} tokens{behind}"
     if isinstance(probe, DecodeProbe):
         return f"{probe.streams} streams at {probe.context} tokens"
+    if isinstance(probe, SplitProbe):
+        return f"split prompt of {probe.tokens} tokens"
     return f"transfer of {probe.tokens} tokens"

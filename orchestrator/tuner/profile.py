@@ -9,6 +9,8 @@ the best ratio and the controller. Times follow three small models:
   ``base + sequence * sequences + context * context`` seconds;
 * a step that does both takes the sum, less the smaller of the two bases: the weights are read once;
 * moving ``n`` bytes of KV takes ``latency + n / bandwidth`` seconds;
+* a step over prompts for another node takes ``sending`` seconds more for each of their new tokens:
+  what moving KV takes of the computing, and is not hidden behind it;
 * each other node of the same host that computes meanwhile makes a step longer by ``neighbour``
   times its own time, for either kind: they share memory, caches and cores.
 
@@ -66,6 +68,8 @@ class PrefillTime(msgspec.Struct, frozen=True):
     """Median relative error on probes that were not fitted."""
     neighbour: Estimate = NOTHING
     """By which part of itself each busy node of the same host makes a step longer."""
+    sending_s: Estimate = NOTHING
+    """More per new token whose KV goes to another node; not in ``seconds``."""
 
     def seconds(self, new: float, cached: float) -> float:
         """A step that computes ``new`` tokens behind ``cached`` ones."""

@@ -77,6 +77,17 @@ class TransferSample:
     seconds: float
 
 
+@dataclass(frozen=True)
+class SplitSample:
+    """Until the first token of two prompts of so many tokens, one right after the other."""
+
+    tokens: int
+    alone_s: float
+    """Computed by the prefill node and answered there."""
+    split_s: float
+    """Answered by a decode node."""
+
+
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeTime:
     """The time of a step that samples. Raises ``FitError`` for too few different batches."""
     rows, seconds = _medians(
@@ -126,6 +137,34 @@ def fit_neighbour(samples: Sequence[BesideSample], request_s: float) -> Estimate
     (times,) = fit(found[:, :1], found[:, 1]).parts
     low, high = max(0.0, times.low - 1), max(0.0, times.high - 1)
     return Estimate(times.value - 1 if low else 0.0, low, high)
+
+
+def fit_sending(
+    samples: Sequence[SplitSample],
+    transfer: TransferTime,
+    decode: DecodeTime,
+    *,
+    request_s: float,
+    bytes_per_token: int,
+    seed: int = 0,
+) -> Estimate:
+    """By how much a split prompt's step is longer, for each of its tokens, than that of one which
+    stays: what its times are apart beyond the transfer as ``transfer`` has it and the decode node's
+    own step. What could be chance counts as nothing.
+    """
+    found = []
+    for sample in samples:
+        computing = sample.alone_s - request_s
+        through = max(computing, sample.tokens * bytes_per_token / transfer.bytes_per_s.value)
+        landed = through + transfer.latency_s.value
+        answered = request_s + landed + decode.seconds(1, sample.tokens)
+        found.append((sample.split_s - answered) / sample.tokens)
+    if len(found) < LEAST_PAIRS:
+        return NOTHING
+    draws = random.Random(seed)
+    tries = [median(draws.choices(found, k=len(found))) for _ in range(RESAMPLES)]
+    low, high = (max(0.0, float(end)) for end in np.percentile(tries, (2.5, 97.5)))
+    return Estimate(median(found) if low else 0.0, low, high)
 
 
 def fit_transfers(

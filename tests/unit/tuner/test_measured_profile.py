@@ -19,6 +19,7 @@ from splitserve.orchestrator.tuner.profile_fit import (
     BesideSample,
     DecodeSample,
     PrefillSample,
+    SplitSample,
     TransferSample,
 )
 
@@ -126,11 +127,13 @@ def test_a_profile_says_what_neighbours_do() -> None:
             for c in (1, 9)
         ],
         transfer=[TransferSample("p", "d", n, n - 1, 0.05 + n * 1e-5) for n in (33, 100, 300)],
+        split=[SplitSample(n, 0.01 + 0.001 * n, 0.1 + 0.0015 * n) for n in (100, 200, 300, 500)],
         prefill_beside=[BesideSample(seconds, seconds * 1.2) for seconds in (0.1, 0.2, 0.3)],
         decode_beside=[BesideSample(seconds, seconds * 1.5) for seconds in (0.02, 0.03, 0.04)],
     )
     found = build_profile(measured, nodes, ["p", "d"], now_unix_s=1.0)
     assert found.nodes_per_host == 2
+    assert found.prefill.sending_s.value > 1e-4
     assert found.prefill.neighbour.value == pytest.approx(0.2, abs=0.05)
     assert found.decode.neighbour.value == pytest.approx(0.5, abs=0.01)
     measured.prefill_beside, measured.decode_beside = [], []

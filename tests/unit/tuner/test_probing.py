@@ -116,13 +116,26 @@ async def test_every_probe_is_made_in_every_round() -> None:
 async def test_a_transferred_prompt_is_new_to_the_decode_node() -> None:
     """The prefill node has computed it just before; nobody else has ever seen it."""
     cluster = FakeCluster()
-    await measure(cluster)
+    await measure(cluster, plan=Plan(PLAN.prefill, PLAN.decode, PLAN.transfer))
     seen: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for prompt, _, decode, prefill in cluster.asked:
         seen.setdefault(prompt, []).append((prefill, decode))
     split = [where for where in seen.values() if ("p0", "d0") in where]
     assert len(split) == len(PLAN.transfer) * ROUNDS_LIMIT
     assert all(where == [("", "p0"), ("p0", "d0")] for where in split)
+
+
+async def test_a_split_prompt_is_new_to_both_nodes() -> None:
+    """Right after another one of its length, alone on the prefill node."""
+    cluster = FakeCluster()
+    measured = await measure(cluster, plan=Plan((), (), (), PLAN.split))
+    asked = cluster.asked[2:]  # behind one for each node
+    lengths = [probe.tokens for probe in PLAN.split for _ in range(2)] * ROUNDS_LIMIT
+    assert [len(prompt) for prompt, *_ in asked] == lengths
+    assert [where for *_, where in asked] == ["", "p0"] * (len(asked) // 2)
+    assert len({prompt for prompt, *_ in asked}) == len(asked)
+    assert [sample.tokens for sample in measured.split] == lengths[::2]
+    assert measured.count == len(PLAN.split) * ROUNDS_LIMIT
 
 
 async def test_computed_prompts_are_new_and_cached_ones_are_not() -> None:

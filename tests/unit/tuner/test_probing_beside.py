@@ -61,10 +61,12 @@ class Host:
             raise BusyError(f"1 requests of clients are on {decode}")
         for node in filter(None, (decode, prefill)):
             self.legs[node] += 1
-        self.computing[decode] += 1
         if begun is not None:
+            if not self.streams:
+                await asyncio.sleep(0)  # the first stream has to come through
             self.streams += 1
             begun()
+        self.computing[decode] += 1
         is_beside = self._is_beside(decode)
         for _ in range(7 if begun is None else 3):
             await asyncio.sleep(0)
@@ -138,7 +140,7 @@ async def test_neighbours_take_turns() -> None:
     """Of several each keeps a round busy."""
     host = Host()
     others = {"neighbours": {"d0": ["n0", "n1"]}}
-    await measure(host, plan=Plan((), PLAN.decode, (), PLAN.beside), **others)
+    await measure(host, plan=Plan((), PLAN.decode, (), (), PLAN.beside), **others)
     assert host.legs["n0"] > 0
     assert host.legs["n1"] > 0
 
@@ -146,9 +148,11 @@ async def test_neighbours_take_turns() -> None:
 async def test_a_client_on_the_neighbour_counts() -> None:
     """What it may have disturbed is measured again."""
     host = Host()
-    host.visitors = 2
+    host.visitors = 1
     measured = await measure(host)
+    assert host.visitors == 0
     assert len(measured.decode_beside) == 3 * ROUNDS_LIMIT
+    assert not measured.left_out
 
 
 async def test_a_busy_neighbour_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +160,7 @@ async def test_a_busy_neighbour_is_waited_for_only_so_long(monkeypatch: pytest.M
     monkeypatch.setattr(probing, "RETRY_S", 0.001)
     host = Host()
     host.busy = {"d0"}
-    plan = Plan(PLAN.prefill, (), (), PLAN.beside)
+    plan = Plan(PLAN.prefill, (), (), (), PLAN.beside)
     measured = await measure(host, patience_s=0.01, decode_nodes=["p0"], plan=plan)
     assert measured.prefill
     assert not measured.prefill_beside

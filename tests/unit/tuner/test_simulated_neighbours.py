@@ -50,6 +50,7 @@ def by_jumps(changes: list[tuple[float, int]], prompts: list[int], output: int) 
         facts = node.finish_jump(now)
         moments += [now for fact in facts if fact.what in (What.FIRST, What.ENDED)]
         node.begin(now)
+    assert node.busy_s == pytest.approx(now)  # it has never rested
     return moments
 
 
