@@ -215,11 +215,6 @@ class EngineArgs(Section):
 class PoolConfig(Section):
     """One pool of equal nodes."""
 
-    engine: Literal["vllm", "transformers"] | None = None
-    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
-    exchanged and cached together.
-    """
-
     replicas: int = Field(default=1, ge=1)
     """Number of nodes."""
 
@@ -234,6 +229,11 @@ class PoolConfig(Section):
     kv_cache_bytes: Bytes = 10**9
     """Bytes of KV cache per tensor-parallel rank of each node, as a number or `1 GB`, `512 MiB`.
     Without a limit an engine takes nearly all memory.
+    """
+
+    engine: Literal["vllm", "transformers"] | None = None
+    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
+    exchanged and cached together.
     """
 
     engine_args: EngineArgs = EngineArgs()

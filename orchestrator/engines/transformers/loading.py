@@ -115,11 +115,10 @@ def load_model(folder: Path, shape: ModelShape, device: torch.device) -> PreTrai
             folder,
             dtype=shape.dtype,
             attn_implementation=IMPLEMENTATION,
-            device_map=device if device.type != "cpu" else None,
         )
     except OSError as error:
         raise ValueError(f"{folder}: {error}") from error
-    loaded: PreTrainedModel = model.eval()
+    loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
 

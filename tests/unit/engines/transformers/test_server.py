@@ -69,6 +69,9 @@ async def test_it_answers_as_the_model_does(tiny_model: Path) -> None:
         assert "".join(choice["logprobs"]["tokens"]) == expected
         assert choice["logprobs"]["text_offset"] == list(range(8))
         assert whole["usage"]["total_tokens"] == 13
+        by_id = await ask(client, prompt="hello", logprobs=0, return_tokens_as_token_ids=True)
+        names = by_id["choices"][0]["logprobs"]["tokens"]
+        assert names == [f"token_id:{ord(character)}" for character in expected]
         assert (await ask(client, prompt=list(b"hello")))["choices"][0]["text"] == expected
         two = await ask(client, prompt=["hello", "hollo"], n=2)
         assert [one["text"] for one in two["choices"]][:2] == [expected] * 2
