@@ -15,8 +15,8 @@ from support.small_models import plain_answer
 
 from splitserve.orchestrator.engines.transformers.flags import arguments
 from splitserve.orchestrator.engines.transformers.front import CANNOT
-from splitserve.orchestrator.engines.transformers.loading import TESTED_MODELS
 from splitserve.orchestrator.engines.transformers.server import ABSENT_ENDPOINTS, build
+from splitserve.orchestrator.engines.transformers.tested_models import TESTED_MODELS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
