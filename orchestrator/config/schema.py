@@ -231,11 +231,6 @@ class PoolConfig(Section):
     replicas: int = Field(default=1, ge=1)
     """Number of nodes."""
 
-    engine: Literal["vllm", "transformers"] | None = None
-    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
-    exchanged and cached together.
-    """
-
     cpus: list[list[Cpu]] | None = None
     """CPU numbers of each node, one list per replica (`[[0], [1]]`); the node's whole process tree
     is pinned to them. Required for vLLM on CPU.
@@ -247,6 +242,11 @@ class PoolConfig(Section):
     kv_cache_bytes: Bytes = 10**9
     """Bytes of KV cache per tensor-parallel rank of each node, as a number or `1 GB`, `512 MiB`.
     Without a limit an engine takes nearly all memory.
+    """
+
+    engine: Literal["vllm", "transformers"] | None = None
+    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
+    exchanged and cached together.
     """
 
     engine_args: EngineArgs = EngineArgs()

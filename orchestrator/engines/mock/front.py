@@ -65,6 +65,10 @@ class MockFront:
         """There are none."""
         return None
 
+    def name_token(self, body: Request, token: int) -> str:
+        """Its text."""
+        return decode([token])
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The end token has no text."""
         return decode(tokens)

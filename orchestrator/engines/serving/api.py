@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -341,9 +342,10 @@ class EngineApi:
         """Of these tokens, the answer's next ones."""
         if self._front.top_logprobs(body) is None:
             return None
+        name = partial(self._front.name_token, body)
         if isinstance(body, ChatBody):
-            return logprobs.of_chat(sampled, self._front.decode)
-        shown = logprobs.of_completion(sampled, self._front.decode, choice.seen_text)
+            return logprobs.of_chat(sampled, name)
+        shown = logprobs.of_completion(sampled, name, choice.seen_text)
         choice.seen_text += sum(len(text) for text in shown["tokens"])
         return shown
 

@@ -44,6 +44,9 @@ class Front(Protocol):
         no likelihoods were asked for.
         """
 
+    def name_token(self, body: Request, token: int) -> str:
+        """How a token is shown beside its likelihood."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, special tokens included."""
 

@@ -14,7 +14,7 @@ LEAST = -9999.0
 
 
 def of_completion(
-    sampled: Sequence[Sampled], decode: Callable[[Sequence[int]], str], offset: int
+    sampled: Sequence[Sampled], name: Callable[[int], str], offset: int
 ) -> dict[str, Any]:
     """``offset``: characters of the answer before these tokens."""
     tokens: list[str] = []
@@ -23,12 +23,12 @@ def of_completion(
     offsets: list[int] = []
     for one in sampled:
         assert one.likelihoods is not None
-        text = decode([one.token])
+        text = name(one.token)
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
         chosen.append(max(one.likelihoods.chosen, LEAST))
-        likely = {decode([token]): max(value, LEAST) for token, value in one.likelihoods.top}
+        likely = {name(token): max(value, LEAST) for token, value in one.likelihoods.top}
         top.append({text: chosen[-1]} | likely)
     return {
         "text_offset": offsets,
@@ -38,16 +38,16 @@ def of_completion(
     }
 
 
-def of_chat(sampled: Sequence[Sampled], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def of_chat(sampled: Sequence[Sampled], name: Callable[[int], str]) -> dict[str, Any]:
     """As the chat endpoint shows them."""
     content = []
     for one in sampled:
         assert one.likelihoods is not None
-        top = [_entry(token, value, decode) for token, value in one.likelihoods.top]
-        content.append(_entry(one.token, one.likelihoods.chosen, decode) | {"top_logprobs": top})
+        top = [_entry(token, value, name) for token, value in one.likelihoods.top]
+        content.append(_entry(one.token, one.likelihoods.chosen, name) | {"top_logprobs": top})
     return {"content": content}
 
 
-def _entry(token: int, value: float, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    text = decode([token])
+def _entry(token: int, value: float, name: Callable[[int], str]) -> dict[str, Any]:
+    text = name(token)
     return {"token": text, "logprob": max(value, LEAST), "bytes": list(text.encode())}

@@ -80,6 +80,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class Completion(CompletionBody, frozen=True, kw_only=True):
@@ -192,6 +193,13 @@ class TransformersFront:
             return body.logprobs
         assert isinstance(body, Chat)
         return (body.top_logprobs or 0) if body.logprobs else None
+
+    def name_token(self, body: Request, token: int) -> str:
+        """Its text, or its number where the request wants that."""
+        assert isinstance(body, Completion | Chat)
+        if body.chosen.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._text.decode([token])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Special tokens included."""

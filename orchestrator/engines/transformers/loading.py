@@ -13,6 +13,7 @@ import transformers
 
 from splitserve.orchestrator.engines.transformers.attention import IMPLEMENTATION
 from splitserve.orchestrator.engines.transformers.memory import KvShape
+from splitserve.orchestrator.engines.transformers.tested_models import TESTED_MODELS
 from splitserve.orchestrator.engines.transformers.text import Text
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-TESTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-"""Types whose answers over pages were shown to be those of transformers' own attention."""
 ATTENTION_NAME = "model.layers.{}.self_attn.attn"
 """What vLLM calls the attention of a layer in these."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -115,11 +114,10 @@ def load_model(folder: Path, shape: ModelShape, device: torch.device) -> PreTrai
             folder,
             dtype=shape.dtype,
             attn_implementation=IMPLEMENTATION,
-            device_map=device if device.type != "cpu" else None,
         )
     except OSError as error:
         raise ValueError(f"{folder}: {error}") from error
-    loaded: PreTrainedModel = model.eval()
+    loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
 

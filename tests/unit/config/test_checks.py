@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.config import ConfigError, nodes, parse
 from splitserve.orchestrator.config.checks import fixed_ports, is_loopback
 
 MODEL = "model: {path: some/model}\n"
@@ -51,6 +51,35 @@ def test_pools_that_would_make_different_prompts_are_refused(ours: str, theirs: 
     assert "different prompts" in problem
     assert "None" in problem or "{'a': 1}" in problem or "a.jinja" in problem
     parse(MODEL + text.format("chat-template: a.jinja", "chat_template: a.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine: mock\ndecode: {engine: transformers}", "cannot take KV of the cluster's engine"),
+        (
+            "engine: transformers\nprefill: {engine_args: {tensor_parallel_size: 2}}",
+            "prefill.engine_args.tensor_parallel_size: the transformers engine has one rank",
+        ),
+        (
+            "engine: transformers\nprefill: &p {engine_args: {kv_cache_dtype: fp8}}\ndecode: *p",
+            "fp8 needs engine: vllm",
+        ),
+        (
+            "engine: transformers\nprefill: {engine: vllm}",
+            "prefill.cpus: required",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_started_so_are_refused(text: str, words: str) -> None:
+    """Each pool by its own engine; the key is named."""
+    assert any(words in problem for problem in problems_of(text + "\n"))
+
+
+def test_a_pool_may_have_an_engine_of_its_own() -> None:
+    """Its nodes have it, those of the other pool have the cluster's."""
+    config = parse(MODEL + "engine: transformers\ndecode: {engine: vllm, cpus: [[0]]}\n")
+    assert [node.engine for node in nodes(config)] == ["transformers", "vllm"]
 
 
 @pytest.mark.parametrize("threshold", ["-1", "many", "1.5", "true"])

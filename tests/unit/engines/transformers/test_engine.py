@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.small_models import LAYERS, VOCABULARY, Rig, plain_answer, random_model
 
-from splitserve.orchestrator.engines.transformers.loading import TESTED_MODELS
+from splitserve.orchestrator.engines.transformers.tested_models import TESTED_MODELS
 
 MODELS = {name: random_model(name) for name in TESTED_MODELS}
 

@@ -15,8 +15,8 @@ from support.small_models import plain_answer
 
 from splitserve.orchestrator.engines.transformers.flags import arguments
 from splitserve.orchestrator.engines.transformers.front import CANNOT
-from splitserve.orchestrator.engines.transformers.loading import TESTED_MODELS
 from splitserve.orchestrator.engines.transformers.server import ABSENT_ENDPOINTS, build
+from splitserve.orchestrator.engines.transformers.tested_models import TESTED_MODELS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,6 +69,9 @@ async def test_it_answers_as_the_model_does(tiny_model: Path) -> None:
         assert "".join(choice["logprobs"]["tokens"]) == expected
         assert choice["logprobs"]["text_offset"] == list(range(8))
         assert whole["usage"]["total_tokens"] == 13
+        by_id = await ask(client, prompt="hello", logprobs=0, return_tokens_as_token_ids=True)
+        names = by_id["choices"][0]["logprobs"]["tokens"]
+        assert names == [f"token_id:{ord(character)}" for character in expected]
         assert (await ask(client, prompt=list(b"hello")))["choices"][0]["text"] == expected
         two = await ask(client, prompt=["hello", "hollo"], n=2)
         assert [one["text"] for one in two["choices"]][:2] == [expected] * 2
