@@ -44,7 +44,7 @@ cache:
   chunk_tokens: 64
   tiers:
     - {{type: cpu, capacity_bytes: 64 MiB}}
-    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk}}
+    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk, codec: bf16z}}
 """
 TENANTS = """
 security:

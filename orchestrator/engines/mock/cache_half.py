@@ -45,7 +45,7 @@ def engine_cache(
 ) -> EngineCache:
     """The scheduler's end."""
     geometry = chunk_geometry(config.chunk_tokens, shape)
-    model = model_digest(fingerprint, config.chunk_tokens)
+    model = model_digest(fingerprint, config.chunk_tokens, config.key_codec)
     lookups = LookupClient(
         config.socket_path, incarnation, ranks, model, geometry, limit_s=config.lookup_timeout_s
     )
@@ -68,7 +68,7 @@ def cache_threads(
             engine=incarnation,
             rank=rank,
             ranks=len(memories),
-            model=model_digest(fingerprint, config.chunk_tokens),
+            model=model_digest(fingerprint, config.chunk_tokens, config.key_codec),
             layout=memory.layout,
             geometry=chunk_geometry(config.chunk_tokens, memory.shape),
         )
