@@ -125,6 +125,7 @@ class CacheBook:
             server=self.server,
             size_bytes=self.arena.arena.size_bytes,
             tiers=("cpu", *(tier.name for tier in self.tiers)),
+            is_coded=any(tier.codecs.can_code for tier in self.tiers),
             refusal=refusal,
         )
 
@@ -209,9 +210,8 @@ class CacheBook:
         writer = self.writers.get(client)
         if writer is None:
             raise ValueError("only a worker may commit")
-        effects: list[Effect] = []
-        for entry in self.saves.commit(client, writer.rank, message, now):
-            effects += self._stored(entry)
+        whole = self.saves.commit(client, writer.rank, message, now)
+        effects = [effect for entry in whole for effect in self._stored(entry)]
         return effects + self.loads.feed(now) + self._take_late()
 
     # -- tiers ---------------------------------------------------------------------------------

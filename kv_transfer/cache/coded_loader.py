@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from splitserve.kernels.compiled_quantise import warm_up
 from splitserve.kv_transfer.cache.chunk_coding import layer_shape, rows_format
 from splitserve.kv_transfer.cache.chunk_format import CHECKSUM_BYTES, checksum_of, frame_places
 from splitserve.kv_transfer.cache.codecs.base import FrameError, decode_layer
@@ -36,6 +37,11 @@ class CodedLoader:
         self._heads = slice(layout.first_head, layout.first_head + layout.heads)
         self._layers = layout.layers
         self._buffer = np.empty(0, np.uint8)
+
+    def warm_up(self) -> None:
+        """Whatever takes long the first time is done."""
+        if self._shape is not None:
+            warm_up(self._shape.number)
 
     def can_load(self, other: ChunkGeometry) -> bool:
         """Whether coded chunks of that geometry can be turned into these pages."""

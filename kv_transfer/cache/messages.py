@@ -119,6 +119,8 @@ class Arena(msgspec.Struct, frozen=True, kw_only=True, tag="arena"):
     """New for each life of the server."""
     size_bytes: int
     tiers: tuple[str, ...]
+    is_coded: bool = False
+    """Whether chunks may come coded from some tier."""
     refusal: str = ""
     """Why this engine cannot use the cache; empty when it can."""
 

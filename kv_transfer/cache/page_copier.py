@@ -63,7 +63,7 @@ class PageCopier:
         assert layout.head_bytes == geometry.slice_bytes, (layout, geometry)
         self._layout = layout
         self._converter = PageConverter(layout, geometry)
-        self._coded = CodedLoader(layout, geometry, self._converter)
+        self.coded = CodedLoader(layout, geometry, self._converter)
         self.geometry = geometry
 
     @property
@@ -78,9 +78,9 @@ class PageCopier:
         ``block_ids``, unless something is wrong with it.
         """
         if chunk.codec != RAW:
-            if not self._coded.can_load(chunk.geometry):
+            if not self.coded.can_load(chunk.geometry):
                 return Copied.FOREIGN
-            is_whole = self._coded.load(arena, chunk, first_block, block_ids)
+            is_whole = self.coded.load(arena, chunk, first_block, block_ids)
         elif chunk.geometry == self.geometry:
             is_whole = self._load(arena, chunk, first_block, block_ids)
         elif self._converter.can_load(chunk.geometry):

@@ -40,6 +40,8 @@ def cache_problems(config: ClusterConfig) -> list[str]:
         problems += _tier_problems(f"cache.tiers[{index}]", index, tier)
     problems += [*_repeated_tiers(cache), *_quota_problems(cache, config)]
     problems += _lasting_secrets(cache, config)
+    if cache.quality is not None and config.engine == "mock":
+        problems.append("cache.quality: the mock engine has no model to measure; remove it")
     return problems
 
 

@@ -92,6 +92,11 @@ class QualityConfig(Section):
     tokens: int = Field(default=4096, ge=512)
     """Tokens of the text that are used."""
 
+    compute: Literal["float32", "auto"] = "float32"
+    """Type of the model's weights and activations while it is measured; `auto`: as they are stored,
+    which takes less memory and adds a little noise.
+    """
+
 
 class CacheConfig(Section):
     """The shared cache of KV: one server process per host, memory that all engines map, and tiers

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from splitserve.kernels.compiled_quantise import dequantise_quickly
 from splitserve.kernels.quantise import (
     QuantisedRows,
     can_quantise,
-    dequantise_rows,
     quantise_rows,
     read_numbers,
 )
@@ -79,7 +79,7 @@ class QuantisedCodec:
             values=found[split:].reshape(shape.heads, shape.tokens, shape.value_items)[heads],
             value_scales=parts[-1].reshape(by_token)[heads],
         )
-        dequantise_rows(quantised, shape.number, out)
+        dequantise_quickly(quantised, shape.number, out)
 
 
 INT8 = QuantisedCodec("int8", 127, is_centred=False, is_packed=False, keeps_sinks=False)

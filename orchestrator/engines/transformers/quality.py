@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from splitserve.kernels.quantise import NUMBERS, read_numbers, write_numbers
@@ -23,6 +22,7 @@ from splitserve.kv_transfer.cache.chunk_format import PAGE_BYTES
 from splitserve.kv_transfer.cache.codecs.base import LayerShape, decode_layer, encode_layer
 from splitserve.kv_transfer.cache.codecs.registry import codec_named
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
+from splitserve.orchestrator.engines.transformers.findings import CodecQuality
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,21 +37,6 @@ WINDOW_CHUNKS = 4
 
 class QualityError(Exception):
     """It cannot be measured: says why and what to do."""
-
-
-class CodecQuality(msgspec.Struct, frozen=True):
-    """One codec's."""
-
-    codec: str
-    kl: float
-    """Mean per token, in nats."""
-    kl_p99: float
-    top1: float
-    """Share of tokens whose likeliest successor stays the same."""
-    ratio: float
-    """Bytes of stored chunks without the codec over those with it."""
-    tokens: int
-    """Predictions that were compared."""
 
 
 @dataclass(frozen=True)
