@@ -263,10 +263,12 @@ class CacheServer:
                     book.was_broken(tier)
                 return book.was_read(
                     tier, result.key, result.chunk, result.elapsed_s, now,
-                    has_failed=result.has_failed,
+                    has_failed=result.has_failed, size_bytes=result.size_bytes,
                 )  # fmt: skip
             case jobs.WasWritten():
-                return book.was_written(tier, result.key, result.outcome, now)
+                return book.was_written(
+                    tier, result.key, result.outcome, now, result.size_bytes, result.trials
+                )
             case jobs.Failed():
                 if book.tier_failed(tier, result.reason, now):
                     name = book.tiers[tier - 1].name
@@ -289,12 +291,18 @@ class CacheServer:
                     self._workers[effect.tier].ask(effect.ask_id, effect.keys)
                 case ReadChunk():
                     body = self._slot(effect.offset, self.book.chunk_bytes)
-                    self._workers[effect.tier].read(jobs.ReadJob(effect.key, effect.offset, body))
+                    may_be_coded = self.book.tiers[effect.tier - 1].codecs.can_code
+                    self._workers[effect.tier].read(
+                        jobs.ReadJob(effect.key, effect.offset, body, may_be_coded)
+                    )
                 case WriteChunk():
                     body = self._slot(effect.chunk.offset, self.book.chunk_bytes)
                     self._workers[effect.tier].write(
-                        jobs.WriteJob(effect.key, effect.parent, effect.chunk, body)
-                    )
+                        jobs.WriteJob(
+                            effect.key, effect.parent, effect.chunk, body, effect.codec,
+                            effect.trials,
+                        )
+                    )  # fmt: skip
                 case RemoveChunks():
                     self._workers[effect.tier].remove(effect.keys, effect.clear_id)
                     self.book.unmark(effect.keys)

@@ -32,6 +32,7 @@ from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
 from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
+from splitserve.orchestrator.launch.quality_gate import hold_quality
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterRecord
@@ -57,6 +58,7 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
     if detach:
         _detach(prepared)
         return
+    hold_quality(prepared.config, prepared.source, click.echo)
     asyncio.run(run_cluster(prepared, Console(markup=False)))
     click.echo(f"{prepared.config.name} has been stopped")
 

@@ -40,6 +40,8 @@ def cache_problems(config: ClusterConfig) -> list[str]:
         problems += _tier_problems(f"cache.tiers[{index}]", index, tier)
     problems += [*_repeated_tiers(cache), *_quota_problems(cache, config)]
     problems += _lasting_secrets(cache, config)
+    if cache.quality is not None and config.engine == "mock":
+        problems.append("cache.quality: the mock engine has no model to measure; remove it")
     return problems
 
 
@@ -71,6 +73,11 @@ def _tier_problems(where: str, index: int, tier: TierConfig) -> Iterator[str]:
     elif tier.url is not None:
         remedy = "give its folder as `path`" if tier.type == "disk" else "remove it"
         yield f"{where}.url: a {tier.type} tier has none; {remedy}"
+    if tier.type == "cpu" and tier.codec not in ("raw", "auto"):
+        yield (
+            f"{where}.codec: engines write their pages into the cpu tier as they are; remove it, "
+            f"or give {tier.codec} to a tier below"
+        )
     if tier.type == "cpu" and tier.admission != "always":
         yield f"{where}.admission: every chunk passes through the cpu tier; remove it"
     for name in tier.options:

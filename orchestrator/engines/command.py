@@ -117,6 +117,7 @@ def _cache_client(cache: CacheConfig) -> CacheClientConfig:
     return CacheClientConfig(
         socket_path=cache.socket_path,
         chunk_tokens=cache.chunk_tokens,
+        key_codec=cache.key_codec,
         lookup_timeout_s=cache.lookup_timeout_s,
         load_timeout_s=cache.load_timeout_s,
         save_generated=cache.save_generated,

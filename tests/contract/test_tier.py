@@ -15,14 +15,29 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.chunks import ODD, PAGES, Chunk, empty_like, make_chunk, unaligned_like, verify
+from support.chunks import (
+    ODD,
+    PAGES,
+    Chunk,
+    empty_like,
+    make_chunk,
+    new_body,
+    unaligned_like,
+    verify,
+)
 from support.store_servers import S3Server, StoreServer, redis_server
 from support.tier_stores import ArenaStore, DiskStore, MemoryStore, RedisStore, S3Store, Store
 
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.tiers import redis as redis_tier
-from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, Tier, WriteOutcome
+from splitserve.kv_transfer.cache.tiers.base import (
+    ChunkBuffers,
+    ReadOutcome,
+    Tier,
+    WriteOutcome,
+    new_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,6 +103,31 @@ def read_one(tier: Tier, chunk: Chunk) -> tuple[ReadOutcome, Any]:
     [(index, outcome)] = tier.read([buffers])
     assert index == 0
     return outcome, buffers
+
+
+def test_bodies_may_be_shorter_where_the_reader_says_so(store: Store) -> None:
+    """They are at the beginning of the buffer, and their length is told; a reader that expects
+    whole ones takes them for broken, and nobody takes longer ones or a header alone.
+    """
+    full = make_chunk(1)
+    pages = [4096, 8192, len(full.buffers.body)]
+    for size in pages:
+        short = ChunkBuffers(full.key, full.buffers.header, full.buffers.body[:size])
+        assert store.tier.write([short]) == [WriteOutcome.WRITTEN]
+        room = empty_like(full)
+        room.may_be_shorter = True
+        assert list(store.tier.read([room])) == [(0, HIT)]
+        assert room.body_bytes == size
+        assert bytes(room.header) == bytes(full.buffers.header)
+        assert bytes(room.found_body) == bytes(full.buffers.body[:size])
+    assert store.tier.write([ChunkBuffers(full.key, full.buffers.header, full.buffers.body[:4096])])
+    assert list(store.tier.read([empty_like(full)])) == [(0, BROKEN)]
+    assert store.tier.write([full.buffers]) == [WriteOutcome.WRITTEN]
+    small = ChunkBuffers(full.key, new_header(), new_body(8192), may_be_shorter=True)
+    assert list(store.tier.read([small])) == [(0, BROKEN)]
+    room = empty_like(full)
+    room.may_be_shorter = True
+    assert list(store.tier.read([room])) == [(0, ABSENT)]
 
 
 @pytest.mark.parametrize("geometry", [PAGES, ODD], ids=["pages", "odd"])

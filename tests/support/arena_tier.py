@@ -89,11 +89,11 @@ class ArenaTier:
         entry = self._leased(chunk.key)
         if entry is None:
             return ReadOutcome.ABSENT
-        is_whole = self._sizes[entry.value.offset] == HEADER_BYTES + len(chunk.body)
+        is_whole = chunk.hold(self._sizes[entry.value.offset])
         if is_whole:
             slot = self._slot(entry)
             chunk.header[:] = slot[:HEADER_BYTES]
-            chunk.body[:] = slot[HEADER_BYTES:]
+            chunk.found_body[:] = slot[HEADER_BYTES:]
         with self._lock:
             if not is_whole and entry.is_present:
                 self.book.drop(entry.key)

@@ -40,12 +40,12 @@ class MemoryTier:
             found = self.chunks.get(chunk.key)
             if found is None:
                 yield index, ReadOutcome.ABSENT
-            elif len(found) != HEADER_BYTES + len(chunk.body):
+            elif not chunk.hold(len(found)):
                 self.remove([chunk.key])
                 yield index, ReadOutcome.BROKEN
             else:
                 chunk.header[:] = found[:HEADER_BYTES]
-                chunk.body[:] = found[HEADER_BYTES:]
+                chunk.found_body[:] = found[HEADER_BYTES:]
                 yield index, ReadOutcome.HIT
 
     def write(self, chunks: Sequence[ChunkBuffers]) -> list[WriteOutcome]:

@@ -127,11 +127,14 @@ class ObjectTier:
         return list(self._threads.map(self._is_there, keys))
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
-        """As they come. When it ends early it waits for the requests that are under way."""
+        """As they come. When it ends early it waits for the requests that are under way. Those that
+        may be shorter and would be got in several parts are asked for their size first.
+        """
         part_of: dict[Future[_Part], int] = {}
+        sizes = self._sizes(chunks)
         for index, chunk in enumerate(chunks):
-            for start in range(0, HEADER_BYTES + len(chunk.body), self._options.part_bytes):
-                part_of[self._threads.submit(self._read_part, chunk, start)] = index
+            for start in range(0, sizes[index], self._options.part_bytes):
+                part_of[self._threads.submit(self._read_part, chunk, start, sizes[index])] = index
         missing = Counter(part_of.values())
         parts: dict[int, set[_Part]] = {index: set() for index in missing}
         waiting = set(part_of)
@@ -210,23 +213,43 @@ class ObjectTier:
         self._delete([key])
         return ReadOutcome.BROKEN
 
-    def _read_part(self, chunk: ChunkBuffers, start: int) -> _Part:
+    def _sizes(self, chunks: Sequence[ChunkBuffers]) -> list[int]:
+        """What is to be got of each chunk, at most: what its buffers hold, or what there is."""
+        room = [HEADER_BYTES + len(chunk.body) for chunk in chunks]
+        unknown = [
+            index
+            for index, chunk in enumerate(chunks)
+            if chunk.may_be_shorter and room[index] > self._options.part_bytes
+        ]
+        found = self._threads.map(self._size_of, [chunks[index].key.hex() for index in unknown])
+        for index, size in zip(unknown, found, strict=True):
+            if size is not None and chunks[index].hold(size):
+                room[index] = size
+        return room
+
+    def _read_part(self, chunk: ChunkBuffers, start: int, size: int) -> _Part:
         """The bytes from ``start`` on, at most ``part_bytes``, are in the chunk's buffers when it
-        is a hit.
+        is a hit. ``size`` is that of the whole, or what its buffers hold when it may be shorter and
+        this is the only part.
         """
-        size = HEADER_BYTES + len(chunk.body)
         end = min(size, start + self._options.part_bytes)
+        is_alone = chunk.may_be_shorter and start == 0 and end == size
         name = chunk.key.hex()
         try:
             got = obstore.get(self._store, name, options={"range": (start, end)})
-            if got.meta["size"] != size:
+            found = got.meta["size"]
+            if found != size and not is_alone:
                 return ReadOutcome.BROKEN, None
+            if not chunk.hold(found):
+                return ReadOutcome.BROKEN, None
+            end = min(end, found)
             content = memoryview(got.bytes())
         except FileNotFoundError:
             return ReadOutcome.ABSENT, None
         except _FAULTS as error:
             # An object that ends before the range is an error too, each store has its own
-            if self._size_of(name) not in (size, None):
+            now = self._size_of(name)
+            if now not in (size, None) and not (is_alone and chunk.hold(now)):
                 return ReadOutcome.BROKEN, None
             raise self._explained(error) from error
         if len(content) != end - start:

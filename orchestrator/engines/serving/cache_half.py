@@ -43,7 +43,7 @@ def engine_cache(
 ) -> EngineCache:
     """The scheduler's end."""
     geometry, ranks = memories[0].geometry(config.chunk_tokens), len(memories)
-    model = model_digest(fingerprint, config.chunk_tokens)
+    model = model_digest(fingerprint, config.chunk_tokens, config.key_codec)
     lookups = LookupClient(
         config.socket_path, incarnation, ranks, model, geometry, limit_s=config.lookup_timeout_s
     )
@@ -66,7 +66,7 @@ def cache_threads(
             engine=incarnation,
             rank=rank,
             ranks=len(memories),
-            model=model_digest(fingerprint, config.chunk_tokens),
+            model=model_digest(fingerprint, config.chunk_tokens, config.key_codec),
             layout=memory.layout,
             geometry=memory.geometry(config.chunk_tokens),
         )

@@ -92,6 +92,7 @@ class TorchMemory:
             value_bytes=shape.head_items * item,
             item_bytes=item,
             order=shape.order,
+            number=str(shape.dtype).removeprefix("torch."),
         )
 
     def computed_so_far(self) -> WhenReady | None:
