@@ -1,5 +1,5 @@
-"""A Mooncake Store on loopback: a real master, real owners of memory, and a client beside the tier's
-own.
+"""A Mooncake Store on loopback: a real master, real owners of memory, and a client of its own for
+tests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from support.store_servers import POLL_S, START_DEADLINE_S, STOP_DEADLINE_S, Sto
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from splitserve.kv_transfer.cache.tiers.base import Tier
+
 MIB = 1 << 20
 LEASE_S = 2.0
 """Longer than any read of a test takes."""
-OWNER_TTL_S = 3
+OWNER_TTL_S = 2
 """After so long without a sign of life the master gives up an owner's memory."""
-SILENT = {"GLOG_minloglevel": "3"}
+UNFINISHED_S = 1
+"""After so long a write that was not ended is as if it had not been begun."""
+OWNER_PATIENCE_MS = 500
+"""With a master that stands still; by default half a minute."""
+QUIET = {"MC_LOG_LEVEL": "ERROR"}
 _prefixes = itertools.count()
 
 
@@ -47,6 +53,7 @@ class Master(StoreServer):
             f"--metrics_port={self.admin_port}",
             f"--default_kv_lease_ttl={LEASE_S * 1000:.0f}ms",
             f"--client_ttl={OWNER_TTL_S}",
+            f"--put_start_discard_timeout_sec={UNFINISHED_S}",
             "--logtostderr",
             *options,
         ]
@@ -56,6 +63,8 @@ class Master(StoreServer):
         """A process that gives the store so much memory; it is mounted."""
         port, there = self._ports(), self.segments()
         command = [
+            "env",
+            f"MC_RPC_TIMEOUT_MS={OWNER_PATIENCE_MS}",
             program("mooncake_client"),
             "--host=127.0.0.1",
             f"--port={port}",
@@ -100,7 +109,7 @@ class Bystander:
     """Mooncake's client in this process: somebody else who uses the store."""
 
     def __init__(self, master: Master) -> None:
-        os.environ |= SILENT
+        os.environ |= QUIET
         from mooncake.store import MooncakeDistributedStore
 
         self.store = MooncakeDistributedStore()
@@ -119,6 +128,23 @@ class Bystander:
 
     def close(self) -> None:
         self.store.close()
+
+
+class MooncakePlace:
+    """A master with one owner, and tiers on it."""
+
+    def __init__(self, ports: Callable[[], int], folder: Path) -> None:
+        self.master = Master(ports, folder)
+        self.server: StoreServer = self.master
+        self.master.add_owner(64)
+
+    def tier(self, **changes: Any) -> Tier:
+        return create(self.master.tier_settings(**changes))
+
+    def renew(self) -> None:
+        """The killed master runs again, and has the owner's memory."""
+        self.server.start()
+        self.master.until_segments(1)
 
 
 class MooncakeStore:

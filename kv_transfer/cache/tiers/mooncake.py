@@ -53,6 +53,7 @@ from splitserve.kv_transfer.cache.tiers.mooncake_process import (
     LEASED,
     NOT_FOUND,
     OK,
+    UNFINISHED,
     Exist,
     Open,
     Remove,
@@ -78,8 +79,8 @@ would keep those that have come waiting for those that follow.
 """
 GROUP_CHUNKS = 64
 KEYS_PER_QUESTION = 512
-_NO_ROOM = frozenset({-200, EXISTS})
-"""No segment has room for it; somebody else is writing it."""
+_NOT_TAKEN = frozenset({-200, EXISTS, UNFINISHED})
+"""No segment has room for it; somebody else writes it, or has begun to and is given up soon."""
 _UNREACHABLE = frozenset({-900, -901})
 _KEY = re.compile(rb"[0-9a-f]{64}")
 _ALL_BYTES, _USED_BYTES = "master_total_capacity_bytes", "master_allocated_bytes"
@@ -246,6 +247,11 @@ class MooncakeTier:
             return None
         return parsedate_to_datetime(date).timestamp() if date else None
 
+    def client_pid(self) -> int:
+        """Of the process with Mooncake's client, which runs."""
+        with self._lock:
+            return self._running().pid
+
     def close(self) -> None:
         """The process is gone."""
         self._removals.close()
@@ -347,7 +353,7 @@ class MooncakeTier:
     def _written(self, code: int) -> WriteOutcome:
         if code in (OK, LEASED):
             return WriteOutcome.WRITTEN
-        if code in _NO_ROOM:
+        if code in _NOT_TAKEN:
             return WriteOutcome.FULL
         raise self._unreachable(f"a chunk was not taken (code {code})")
 

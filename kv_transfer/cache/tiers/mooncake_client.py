@@ -255,8 +255,7 @@ def _environment(timeout_s: float, connect_timeout_s: float) -> dict[str, str]:
     """Mooncake has most of its settings there. What the user has set stays, but for timeouts, which
     are the tier's.
     """
-    quiet = {"GLOG_minloglevel": "3"}
-    """Every miss is an error in its log."""
+    quiet = {"MC_LOG_LEVEL": "ERROR"}
     whole_s = str(math.ceil(timeout_s))
     ours = {
         "MC_RPC_TIMEOUT_MS": str(max(1, round(timeout_s * 1000))),

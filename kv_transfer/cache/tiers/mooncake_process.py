@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MESSAGE_LIMIT_BYTES = 128 * 1024
 OK = 0
-EXISTS, NOT_FOUND, LEASED = -705, -704, -706
+UNFINISHED, NOT_FOUND, EXISTS, LEASED = -703, -704, -705, -706
 """What the store says of a name."""
 _SIZE_IN_DOUBT = frozenset({-600, -800})
 """Said of an object that has another size than its buffers, among others."""
