@@ -95,6 +95,8 @@ class CacheServer:
         size = cpu.capacity_bytes if cpu is not None else settings.staging_bytes
         assert size is not None
         self.arena = Arena(size)
+        for tier in tiers:
+            tier.use_memory(self.arena.shared)
         self._write_limit_bytes = min(
             settings.write_queue_limit_bytes,
             size // (WRITING_SHARE * max(1, len(tiers))),

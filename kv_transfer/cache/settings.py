@@ -21,9 +21,9 @@ CACHE_SECRET_ENV = "SPLITSERVE_CACHE_SECRET"
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier."""
 
-    type: Literal["cpu", "disk", "redis", "s3"]
+    type: Literal["cpu", "disk", "redis", "mooncake", "s3"]
     capacity_bytes: int | None = None
-    """None: the store's own limit (redis, s3)."""
+    """None: the store's own limit (redis, mooncake, s3)."""
     eviction: Literal["lru", "s3fifo"] = "s3fifo"
     ttl_s: float | None = None
     admission: Literal["always", "second_use", "never"] = "always"
@@ -31,8 +31,8 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is read only).
     """
     url: str = ""
-    """``redis://``, ``rediss://``, ``s3://``, ``gs://``, ``az://`` or ``file://`` (an object store
-    in a folder); of a disk tier its folder. Credentials come from the environment.
+    """``redis://``, ``rediss://``, ``mooncake://``, ``s3://``, ``gs://``, ``az://`` or ``file://``
+    (an object store in a folder); of a disk tier its folder. Credentials come from the environment.
     """
     options: dict[str, str] = {}
     codec: CodecName | Literal["auto"] = "raw"

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config.cache_schema import CacheConfig, TierConfig
     from splitserve.orchestrator.config.schema import ClusterConfig
 
-SCHEMES = {"redis": ("redis", "rediss"), "s3": ("s3", "gs", "az", "file")}
+SCHEMES = {
+    "redis": ("redis", "rediss"),
+    "mooncake": ("mooncake",),
+    "s3": ("s3", "gs", "az", "file"),
+}
 """URL schemes of the tiers that need a URL."""
 EVERY_TENANT = "*"
 _SECRET_OPTION = re.compile(
@@ -106,7 +110,7 @@ def _url_problems(where: str, tier: TierConfig) -> Iterator[str]:
         if parts.netloc or not parts.path.startswith("/"):
             yield f"{where}.url: write file:///FOLDER with an absolute path"
     elif not parts.netloc.rpartition("@")[2]:
-        what = "host" if tier.type == "redis" else "bucket"
+        what = "bucket" if tier.type == "s3" else "host"
         yield f"{where}.url: {shown_url(tier.url)} names no {what}"
 
 

@@ -18,15 +18,15 @@ AUTO_LOSSLESS: tuple[CodecName, ...] = ("bf16z",)
 class TierConfig(Section):
     """One tier of the cache."""
 
-    type: Literal["cpu", "disk", "redis", "s3"]
+    type: Literal["cpu", "disk", "redis", "mooncake", "s3"]
     """`cpu`: memory of the host that its engines share; `disk`: a folder; `redis`: Redis or Valkey;
-    `s3`: an object store (S3, Google Cloud, Azure). `cpu` comes first, faster tiers before slower
-    ones.
+    `mooncake`: a Mooncake Store; `s3`: an object store (S3, Google Cloud, Azure). `cpu` comes
+    first, faster tiers before slower ones.
     """
 
     capacity_bytes: Bytes | None = None
-    """Most bytes that the tier may hold. Required for `cpu` and `disk`; by default `redis` and `s3`
-    hold what the store itself allows.
+    """Most bytes that the tier may hold. Required for `cpu` and `disk`; by default
+    `redis`, `mooncake` and `s3` hold what the store itself allows.
     """
 
     eviction: Literal["lru", "s3fifo"] = "s3fifo"
@@ -53,7 +53,8 @@ class TierConfig(Section):
     """`disk`: the folder, made when it does not exist; by default below the user's state folder."""
 
     url: str | None = Field(default=None, min_length=1)
-    """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
+    """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `mooncake`: `mooncake://HOST:PORT`, its
+    master; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
     or `file:///FOLDER`. Credentials belong into environment variables of `splitserve up`, and
     `${NAME}` stands for one; a password in the URL is hidden in output, but lies in files of the
     user's state folder.

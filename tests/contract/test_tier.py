@@ -1,5 +1,5 @@
 """What every tier must do, with the real stores: a dictionary, the arena, a file system, Redis,
-S3.
+Mooncake, S3.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from support.chunks import (
     unaligned_like,
     verify,
 )
+from support.mooncake_store import Bystander, Master, MooncakeStore
 from support.store_servers import S3Server, StoreServer, redis_server
 from support.tier_stores import ArenaStore, DiskStore, MemoryStore, RedisStore, S3Store, Store
 
@@ -67,7 +68,20 @@ def s3_process(
     server.kill()
 
 
-STORES = ["memory", "cpu", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
+@pytest.fixture(scope="module")
+def mooncake(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Master, Bystander]]:
+    master = Master(free_port, tmp_path_factory.mktemp("mooncake"))
+    master.add_owner(64)
+    bystander = Bystander(master)
+    yield master, bystander
+    bystander.close()
+    master.close()
+
+
+STORES = ["memory", "cpu", "disk", "disk-buffered", "redis", "redis-in-pieces"]
+STORES += ["mooncake", "s3", "s3-in-parts"]
 
 
 @pytest.fixture(params=STORES)
@@ -92,6 +106,8 @@ def make_store(request: pytest.FixtureRequest, kind: str, folder: Path) -> Store
             patch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
             patch.setattr(redis_tier, "PIECE_BYTES", 20_000)
         return RedisStore(request.getfixturevalue("redis_process").port)
+    if kind == "mooncake":
+        return MooncakeStore(*request.getfixturevalue("mooncake"))
     if kind.startswith("s3"):
         parts = 20_000 if kind == "s3-in-parts" else 8 * MIB
         return S3Store(request.getfixturevalue("s3_process"), parts)

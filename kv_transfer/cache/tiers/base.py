@@ -113,12 +113,30 @@ class TierCapabilities:
     """Reached over a network."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The arena, as a process beside this one can map it too."""
+
+    descriptor: int
+    """Stays the owner's, and open until the tier is closed."""
+    address: int
+    """In this process."""
+    size_bytes: int
+
+
 class Tier(Protocol):
-    """A store of chunks. Everything but ``close`` may be called from several threads at once."""
+    """A store of chunks. Everything but ``use_memory`` and ``close`` may be called from several
+    threads at once.
+    """
 
     @property
     def capabilities(self) -> TierCapabilities:
         """Fixed over the life of the tier."""
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Bodies lie in this memory as a rule: a tier may map or register it, others are read and
+        written all the same. Called at most once, before the first chunk.
+        """
 
     def check(self) -> None:
         """The store is reachable, takes the credentials, can be written to (unless it is only

@@ -36,6 +36,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     HEADER_BYTES,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -100,6 +101,9 @@ class DiskTier:
     def is_direct(self) -> bool:
         """Whether page-aligned chunks go past the page cache."""
         return self._direct
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
 
     def check(self) -> None:
         """A file can be written and the capacity fits beside what else is on the disk. That it does

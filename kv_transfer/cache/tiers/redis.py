@@ -36,6 +36,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     OPERATION_TIMEOUT_S,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -111,6 +112,9 @@ class RedisTier:
         self._only_reads = settings.admission == "never"
         self._places = threading.BoundedSemaphore(options.connections)
         self._idle: list[Connection] = []
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
 
     def check(self) -> None:
         """The server answers, takes a value, and has the memory."""

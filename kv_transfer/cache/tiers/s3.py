@@ -38,6 +38,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     OPERATION_TIMEOUT_S,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -112,6 +113,9 @@ class ObjectTier:
         self._only_reads = settings.admission == "never"
         self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="cache-s3")
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
 
     def check(self) -> None:
         """The bucket is there and takes an object, or can be listed when it is only read."""
