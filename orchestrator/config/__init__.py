@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.loading import (
     parse,
 )
 from splitserve.orchestrator.config.nodes import NodeConfig, node, nodes, router_url
+from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.schema import (
     ApiKeyConfig,
     ClusterConfig,
@@ -57,9 +58,11 @@ __all__ = [
     "ModelConfig",
     "NodeConfig",
     "ObservabilityConfig",
+    "PlacementConfig",
     "PolicyConfig",
     "PoolConfig",
     "QuotaConfig",
+    "RayConfig",
     "RouterConfig",
     "SecurityConfig",
     "SupervisionConfig",
