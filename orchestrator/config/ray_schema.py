@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from splitserve.orchestrator.config.fields import Section, Seconds
+from splitserve.orchestrator.config.fields import Seconds, Section
 
 Labels = Annotated[dict[str, str], Field(default={})]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -58,7 +58,9 @@ class RayRouterConfig(Section):
 
 
 class RayConfig(Section):
-    """How `launcher: ray` uses a Ray cluster. Needs `pip install 'splitserve[ray]'` on every host."""
+    """How `launcher: ray` uses a Ray cluster. Every host needs `pip install
+    'splitserve[ray]'`.
+    """
 
     address: str = Field(default="auto", min_length=1)
     """Where Ray is: `auto` (the Ray cluster of this host, or what `RAY_ADDRESS` says), `HOST:PORT`

@@ -54,8 +54,19 @@ class ClusterStatus:
 class Launcher(Protocol):
     """Holds the processes of one cluster."""
 
+    url: str
+    """Of the router; empty while that is not known."""
+    run: str
+    """Marker in the environment of every process of the cluster."""
+    logs: str
+    """Where the logs are, in words."""
+    is_adopted: bool
+    """Something of the cluster ran before ``start``, and may run on if ``start`` fails."""
+
     async def start(self) -> None:
-        """The router and every agent have been started. Raises ``StartError``."""
+        """The router and every agent have been started. Raises ``StartError``, and ``ConfigError``
+        when nothing was started.
+        """
 
     async def status(self) -> ClusterStatus:
         """What runs now."""
@@ -63,5 +74,16 @@ class Launcher(Protocol):
     def failure(self) -> StartError | None:
         """Why the cluster cannot become ready (or whole again), None while it can."""
 
+    def broken(self) -> StartError | None:
+        """Why a cluster that served cannot serve any more: its router, or every node of a role, is
+        down for good.
+        """
+
     async def stop(self, drain_s: float) -> None:
         """Nothing that was started lives any more. Running requests get ``drain_s`` to finish."""
+
+    async def leave(self) -> None:
+        """What was started lives on without this process. Raises ``StartError`` where it cannot."""
+
+    def hurry(self) -> None:
+        """A stop under way no longer waits for anybody."""
