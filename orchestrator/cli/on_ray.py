@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 def down_on_ray(files: ClusterFiles, config: ClusterConfig) -> None:
     """Nothing of the cluster is left on the Ray cluster. Raises ``StartError``, ``ConfigError``."""
     require_ray()
-    from splitserve.orchestrator.launch.ray.ray_cluster import connect
+    from splitserve.orchestrator.launch.ray.ray_cluster import connect, take_back_signals
     from splitserve.orchestrator.launch.ray.take_down import take_down
 
     cluster = connect(config)
+    take_back_signals()
     try:
         drain_s = config.supervision.drain_timeout_s
         was_there = take_down(cluster, config, drain_s=drain_s, say=click.echo)

@@ -72,7 +72,7 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
     if not config.allow_shared_devices:
         problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
     problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
-    problems += autotune_problems(config) + ray_problems(config)
+    problems += [*autotune_problems(config), *ray_problems(config)]
     problems += tracing_problems(config.observability.tracing)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:

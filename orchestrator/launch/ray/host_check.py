@@ -23,6 +23,7 @@ from splitserve.orchestrator.launch.paths import (
 )
 from splitserve.orchestrator.launch.ports import free_run
 from splitserve.orchestrator.launch.preflight import findings
+from splitserve.orchestrator.launch.ray.host_process import host_folder
 from splitserve.orchestrator.launch.ray.order import Order, hosted, order_of
 from splitserve.orchestrator.observe.own_version import own_version
 
@@ -67,9 +68,13 @@ def secret_mark(secret: bytes) -> str:
     return mac(secret, _SECRET_MARK)[:8].hex()
 
 
-def sweep_host(run: str) -> list[str]:
-    """No process of ``run`` is left on this host; returns those that do not end."""
+def sweep_host(cluster: str, run: str) -> list[str]:
+    """No process of ``run`` is left on this host, and no secret of the cluster on its disk; returns
+    the processes that do not end.
+    """
     sweep(run)
+    for path in host_folder(cluster).rglob("*.secret"):
+        path.unlink(missing_ok=True)
     return [str(process) for process in marked(run)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 
 from splitserve.orchestrator.config import ConfigError
@@ -13,11 +12,10 @@ _VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "
 
 
 def require_ray() -> None:
-    """Ray may be imported, and is quiet. Raises ``ConfigError`` where it is not installed."""
+    """Ray may be imported. Raises ``ConfigError`` where it is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             ["launcher: ray is not installed here; run `pip install 'splitserve[ray]'`"]
         )
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("ray").setLevel(logging.ERROR)

@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.config import ConfigError, dump_resolved, nodes, shared_secret
@@ -21,7 +21,11 @@ from splitserve.orchestrator.launch.ray.bring_up import Wanted, bring_up
 from splitserve.orchestrator.launch.ray.host_process import status_of
 from splitserve.orchestrator.launch.ray.keeper import CACHE_PREFIX
 from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, router_url_of
-from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError, connect
+from splitserve.orchestrator.launch.ray.ray_cluster import (
+    SilentActorError,
+    connect,
+    take_back_signals,
+)
 from splitserve.orchestrator.launch.ray.take_down import is_ours, take_down
 from splitserve.orchestrator.launch.router_health import router_health
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.ray.bring_up import Brought
     from splitserve.orchestrator.launch.ray.ray_cluster import RayCluster
 
+T = TypeVar("T")
 Report = dict[str, Any]
 
 _POLL_S = 0.5
@@ -76,14 +81,9 @@ class RayLauncher:
 
     async def start(self) -> None:
         """See ``Launcher``. May be cancelled; what has been started then is there for ``stop``."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._bring_up))
-        try:
-            brought = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._given_up.set()
-            await asyncio.gather(work, return_exceptions=True)
-            raise
-        self._took(brought)
+        await self._in_thread(self._connect)
+        take_back_signals()
+        self._took(await self._in_thread(self._bring_up))
         self._poll_task = asyncio.create_task(self._poll())
 
     async def status(self) -> ClusterStatus:
@@ -159,9 +159,21 @@ class RayLauncher:
         """A stop under way no longer waits for anybody."""
         self._hurried.set()
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns; when this is cancelled it has ended all the same."""
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._given_up.set()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+
+    def _connect(self) -> None:
+        self._cluster = connect(self.config)
+
     def _bring_up(self) -> Brought:
-        if self._cluster is None:
-            self._cluster = connect(self.config)
+        assert self._cluster is not None
         try:
             shared_secret(self.config, os.environ)
             is_given = True

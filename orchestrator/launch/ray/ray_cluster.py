@@ -4,7 +4,9 @@ only module that calls Ray from outside; every call ends within a deadline.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -52,6 +54,7 @@ def connect(config: ClusterConfig) -> RayCluster:
     """The Ray cluster of the YAML. Raises ``ConfigError`` with what to do when there is none."""
     address = config.ray.address if config.ray is not None else "auto"
     _check_reachable(address)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # Importing Ray has set its own
     namespace = namespace_of(config)
     try:
         _within(
@@ -68,6 +71,14 @@ def connect(config: ClusterConfig) -> RayCluster:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _unreachable(address, str(error).strip().splitlines()[0]) from error
     return RayCluster()
+
+
+def take_back_signals() -> None:
+    """SIGTERM does what it did before ``connect``. Ray puts a handler of its own in front, which
+    ends the process three seconds after the signal. To be called from the main thread.
+    """
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    signal.siginterrupt(signal.SIGTERM, False)
 
 
 def namespace_of(config: ClusterConfig) -> str:

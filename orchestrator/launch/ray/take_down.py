@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.launch.ray.placement import RayHost
     from splitserve.orchestrator.launch.ray.ray_cluster import RayCluster
 
 STOP_MARGIN_S = 10.0
@@ -46,7 +47,7 @@ def take_down(
     False when there was nothing. Raises ``StartError`` for what does not end.
     """
     names = [name for name in cluster.names() if is_ours(name)]
-    runs = {run for told in _told(cluster, names) if (run := told.get("run"))}
+    runs = {str(told["run"]) for told in _told(cluster, names)}
     stop_s = config.supervision.stop_timeout_s + STOP_MARGIN_S
     for kind, limit_s in (
         (_ROUTER, drain_s + STOP_MARGIN_S if drain_s else 1.0),
@@ -62,7 +63,7 @@ def take_down(
     groups = {"prefill", "decode"} | {f"pair-{number}" for number in range(config.decode.replicas)}
     released = [name for name in sorted(groups) if cluster.release(name)]
     left = cluster.wait_until_gone(names, _GONE_LIMIT_S)
-    left += _sweep(cluster, runs, say)
+    left += _sweep(cluster, config.name, runs, say)
     if left:
         raise StartError(
             f"{config.name}: these do not end: {', '.join(left)}; run `splitserve down` again, or "
@@ -95,15 +96,19 @@ def _stop(cluster: RayCluster, names: list[str], limit_s: float) -> None:
         list(pool.map(stop, names))
 
 
-def _sweep(cluster: RayCluster, runs: set[str], say: Callable[[str], None]) -> list[str]:
+def _sweep(
+    cluster: RayCluster, name: str, runs: Iterable[str], say: Callable[[str], None]
+) -> list[str]:
     """Processes of the runs that live on, on any host."""
-    left: list[str] = []
-    for run in sorted(runs):
-        for host in cluster.hosts():
-            try:
-                found = cluster.on_host(host, sweep_host, run, limit_s=_SWEEP_LIMIT_S)
-            except StartError as error:
-                say(f"not looked at: {error}")
-                continue
-            left += [f"{process} on {host.hostname}" for process in found]
-    return left
+
+    def sweep(run: str, host: RayHost) -> list[str]:
+        try:
+            found = cluster.on_host(host, sweep_host, name, run, limit_s=_SWEEP_LIMIT_S)
+        except StartError as error:
+            say(f"not looked at: {error}")
+            return []
+        return [f"{process} on {host.hostname}" for process in found]
+
+    asked = [(run, host) for run in runs for host in cluster.hosts()]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return [left for found in pool.map(lambda pair: sweep(*pair), asked) for left in found]
