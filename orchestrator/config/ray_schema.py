@@ -10,7 +10,6 @@ from pydantic import Field
 
 from splitserve.orchestrator.config.fields import Seconds, Section
 
-Labels = Annotated[dict[str, str], Field(default={})]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SAME_HOST = "host"
 """The value of ``ray.pair_by`` that means Ray's own label of each host."""
@@ -39,7 +38,7 @@ class PlacementConfig(Section):
     (`ray start --resources`).
     """
 
-    label_selector: Labels
+    label_selector: dict[str, str] = Field(default={})
     """Labels that the hosts of the pool must have (`ray start --labels`), as Ray writes conditions:
     `a`, `!a`, `in(a, b)`, `!in(a, b)`.
     """
@@ -48,7 +47,7 @@ class PlacementConfig(Section):
 class RayRouterConfig(Section):
     """On which host of the Ray cluster the router runs."""
 
-    label_selector: Labels
+    label_selector: dict[str, str] = Field(default={})
     """Labels that the host must have. Without any it is the host on which `up` is run, or Ray's
     head where that is no host of the Ray cluster.
     """
