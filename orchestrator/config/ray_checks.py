@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.config.nodes import LOOPBACK, POOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from splitserve.orchestrator.config.schema import ClusterConfig
 
+WILDCARDS = ("0.0.0.0", "::")
 _RESERVED = ("CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -31,6 +32,15 @@ def _keys_of_ray(config: ClusterConfig) -> Iterator[str]:
 
 def _keys_of_one_machine(config: ClusterConfig) -> Iterator[str]:
     """What Ray decides cannot be written down beforehand."""
+    for key, host in (
+        ("router.host", config.router.host),
+        *((f"{pool}.host", config.pool(pool).host) for pool in POOLS),
+    ):
+        if host not in (LOOPBACK, *WILDCARDS):
+            yield (
+                f"{key}: {host}, but with `launcher: ray` each process listens on the address of "
+                "its host in the Ray cluster; leave it out, or use 0.0.0.0 for all addresses"
+            )
     for pool in POOLS:
         settings = config.pool(pool)
         for key, instead in (

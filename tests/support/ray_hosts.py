@@ -54,6 +54,8 @@ class RayHosts:
 
     def __enter__(self) -> RayHosts:
         self._environ = dict(os.environ)
+        # Ray listens on every interface; with a token it answers to nobody else
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(self.folder))
         from ray.cluster_utils import Cluster
 

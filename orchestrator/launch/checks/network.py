@@ -157,8 +157,10 @@ def _hosts(subject: Subject) -> dict[str, str]:
 
 def members_here(config: ClusterConfig) -> frozenset[str] | None:
     """What of a cluster on several machines runs on this one, by the addresses in ``hosts``; None
-    for a cluster that names none, or all of which is here.
+    for a cluster that names none, or all of which is here; of one on Ray nothing.
     """
+    if config.launcher == "ray":
+        return frozenset()
     everything = Subject(config, {})
     places = {ROUTER: config.router.host} | {node.name: node.host for node in everything.nodes}
     here = frozenset(name for name, host in places.items() if _is_of_this_machine(host))

@@ -10,6 +10,7 @@ import yaml
 
 from splitserve.orchestrator.config import parse
 from splitserve.orchestrator.config.nodes import POOLS, bracketed, scheme_of
+from splitserve.orchestrator.config.ray_checks import WILDCARDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 ROUTER = "router"
 CACHE = "cache"
-WILDCARDS = ("0.0.0.0", "::")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 

@@ -73,6 +73,11 @@ def connect(config: ClusterConfig) -> RayCluster:
     return RayCluster()
 
 
+def version() -> str:
+    """Of the Ray that is installed here."""
+    return str(ray.__version__)
+
+
 def take_back_signals() -> None:
     """SIGTERM does what it did before ``connect``. Ray puts a handler of its own in front, which
     ends the process three seconds after the signal. To be called from the main thread.
