@@ -179,7 +179,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,mooncake,tracing]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,mooncake,tracing,ray]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 

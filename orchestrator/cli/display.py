@@ -106,7 +106,8 @@ def print_endpoints(
         if node is not None:
             rows.append((name, node.phase, node.engine_url, f"{node.total_blocks} KV blocks"))
     if config.cache is not None:
-        rows.append((_CACHE, status.cache, str(config.cache.socket_path), _size_of(config.cache)))
+        where = config.cache.socket_path or "on each host with nodes"
+        rows.append((_CACHE, status.cache, where, _size_of(config.cache)))
     if not console.is_terminal:
         for row in rows:
             console.print("  ".join(row), highlight=False, soft_wrap=True)

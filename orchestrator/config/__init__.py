@@ -35,6 +35,7 @@ from splitserve.orchestrator.config.nodes import (
     router_url,
     router_urls,
 )
+from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.schema import (
     ApiKeyConfig,
     ClusterConfig,
@@ -64,9 +65,11 @@ __all__ = [
     "ModelConfig",
     "NodeConfig",
     "ObservabilityConfig",
+    "PlacementConfig",
     "PolicyConfig",
     "PoolConfig",
     "QuotaConfig",
+    "RayConfig",
     "RouterConfig",
     "SecurityConfig",
     "SupervisionConfig",

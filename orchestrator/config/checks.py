@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
 from splitserve.orchestrator.config.nodes import POOLS, nodes, router_hosts, router_ports
+from splitserve.orchestrator.config.ray_checks import ray_problems
 from splitserve.orchestrator.config.tracing_schema import tracing_problems
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
     if not config.allow_shared_devices:
         problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
     problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
-    problems += autotune_problems(config)
+    problems += [*autotune_problems(config), *ray_problems(config)]
     problems += tracing_problems(config.observability.tracing)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
@@ -187,23 +188,25 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
                 )
     problems += _host_problems(pool, settings)
     problems += _engine_problems(pool, settings, config)
+    has_gpus = settings.gpus is not None or bool(settings.placement and settings.placement.num_gpus)
     if settings.gpus is not None and not config.experimental_cuda:
         problems.append(
             f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
             "use `cpus`, or set `experimental_cuda: true` to accept that"
         )
-    if settings.gpus is not None and config.cache is not None:
+    if has_gpus and config.cache is not None:
         problems.append(
             f"{pool}.gpus: the shared cache copies pages of CPU engines only so far; remove `cache`"
             f" or give {pool}.cpus"
         )
     engine = config.engine_of(pool)
-    if engine == "vllm" and settings.cpus is None and settings.gpus is None:
+    says_devices = settings.cpus is not None or settings.gpus is not None
+    if engine == "vllm" and not says_devices and config.launcher != "ray":
         problems.append(
             f"{pool}.cpus: required; left to themselves all engines bind the same core. Give "
             "one list per replica, e.g. [[0]]"
         )
-    if settings.gpus is None and engine == "vllm" and settings.engine_args.block_size % 32:
+    if not has_gpus and engine == "vllm" and settings.engine_args.block_size % 32:
         problems.append(
             f"{pool}.engine_args.block_size: {settings.engine_args.block_size} is no multiple "
             "of 32, which CPU attention needs"

@@ -45,8 +45,8 @@ def scaled(
     gpus: Sequence[Sequence[int]] = (),
 ) -> Scaled:
     """The cluster with so many nodes in the pool. ``cpus`` and ``gpus`` are for the new ones, a
-    list for each; where the pool's nodes are pinned and no ``cpus`` are given, new nodes share those of
-    the others. Raises ``ConfigError`` with all that is against it.
+    list for each; where the pool's nodes are pinned and no ``cpus`` are given, new nodes share
+    those of the others. Raises ``ConfigError`` with all that is against it.
     """
     settings = config.pool(pool)
     more = replicas - settings.replicas

@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.fields import (
     VariableName,
     VariableValue,
 )
+from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.tls_schema import TlsConfig
 from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
@@ -284,6 +285,9 @@ class PoolConfig(Section):
     startup_timeout_s: Seconds = 600.0
     """Seconds an engine may take until it is ready; then it is stopped and counts as failed."""
 
+    placement: PlacementConfig | None = None
+    """On which hosts the nodes run, with `launcher: ray`."""
+
 
 class ConditionalConfig(Section):
     """When a request is not split."""
@@ -453,6 +457,14 @@ class ClusterConfig(Section):
     """`vllm`; `transformers`: small models by Hugging Face's library, without compilation, ready in
     seconds; or `mock`: no model, real bytes; its answers depend on every page received.
     """
+
+    launcher: Literal["local", "ray"] = "local"
+    """What `up` starts the processes with: `local`, as its children on this machine; `ray`, as
+    actors on the hosts of a Ray cluster.
+    """
+
+    ray: RayConfig | None = None
+    """How `launcher: ray` uses the Ray cluster."""
 
     model: ModelConfig
     """Which model all nodes serve."""

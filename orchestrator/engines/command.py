@@ -79,13 +79,13 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
     """What the connector reads, as ``kv_connector_extra_config``.
 
     ``warm_addresses`` are the control addresses of the prefill nodes, to which a decode node
-    introduces itself at start.
+    introduces itself at start; those whose machines find their ports themselves are not known here.
     """
     transfer = node.settings.transfer
     warm = [
         address
         for other in nodes(config)
-        if other.pool == "prefill" and node.pool == "decode"
+        if other.pool == "prefill" and node.pool == "decode" and other.control_port_base
         for address in other.control_addresses
     ]
     settings: dict[str, Any] = {

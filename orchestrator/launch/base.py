@@ -57,8 +57,19 @@ class ClusterStatus:
 class Launcher(Protocol):
     """Holds the processes of one cluster."""
 
+    urls: tuple[str, ...]
+    """Of the routers, in their order; empty while they are not known."""
+    run: str
+    """Marker in the environment of every process of the cluster."""
+    logs: str
+    """Where the logs are, in words."""
+    is_adopted: bool
+    """Something of the cluster ran before ``start``, and may run on if ``start`` fails."""
+
     async def start(self) -> None:
-        """The router and every agent have been started. Raises ``StartError``."""
+        """The router and every agent have been started. Raises ``StartError``, and ``ConfigError``
+        when nothing was started.
+        """
 
     async def status(self) -> ClusterStatus:
         """What runs now."""
@@ -74,5 +85,16 @@ class Launcher(Protocol):
         ``ConfigError`` when it cannot be, and then nothing has changed.
         """
 
+    def broken(self) -> StartError | None:
+        """Why a cluster that served cannot serve any more: every router, or every node of a role,
+        is down for good.
+        """
+
     async def stop(self, drain_s: float) -> None:
         """Nothing that was started lives any more. Running requests get ``drain_s`` to finish."""
+
+    async def leave(self) -> None:
+        """What was started lives on without this process. Raises ``StartError`` where it cannot."""
+
+    def hurry(self) -> None:
+        """A stop under way no longer waits for anybody."""

@@ -58,8 +58,8 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     """Unix time."""
     log_dir: str
     launcher: str = "local"
-    """``local``: an ``up`` that holds every process; ``none``: the router alone, whose nodes are
-    started by somebody else.
+    """``local``: an ``up`` that holds every process; ``ray``: actors on a Ray cluster, which need
+    none; ``none``: the router alone, whose nodes are started by somebody else.
     """
     more_urls: tuple[str, ...] = ()
     """Of its other routers."""
@@ -173,7 +173,12 @@ class ClusterFiles:
         return handle
 
     def is_running(self) -> bool:
-        """Whether an ``up`` holds the lock."""
+        """Whether an ``up`` holds the lock, or has left the cluster running on a Ray cluster."""
+        record = self.record()
+        return self.is_held() or (record is not None and record.launcher == "ray")
+
+    def is_held(self) -> bool:
+        """Whether an ``up`` on this machine holds the lock."""
         try:
             with (self.run_dir / "lock").open("rb") as handle:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

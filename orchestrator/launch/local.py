@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 
 from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
@@ -45,6 +44,7 @@ from splitserve.orchestrator.launch.child_logs import shortened, tail
 from splitserve.orchestrator.launch.children import Child, Children, cancel, ending, sweep
 from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.launch.ports import taken_ports
+from splitserve.orchestrator.launch.router_health import router_health
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,6 @@ ROUTER_EXIT_REFUSED = 2
 """The router cannot use the configuration or the secrets it was given."""
 CACHE_EXIT_REFUSED = 2
 """The cache server cannot use its settings: a wrong one, or a store that is not there."""
-_HEALTH_TIMEOUT_S = 1.0
 _SWEEP_DEADLINE_S = 10.0
 _STOP_MARGIN_S = 6.0
 _CACHE_STOP_S = 10.0
@@ -84,6 +83,8 @@ class LocalLauncher:
         self.files = files
         self.run = run
         self.urls = router_urls(config)
+        self.logs = str(config.observability.log_dir)
+        self.is_adopted = False
         self._tls = client_context(config.security.tls)
         self._model = model
         self._secret = secret
@@ -139,9 +140,7 @@ class LocalLauncher:
         return None
 
     def broken(self) -> StartError | None:
-        """Why a cluster that served cannot serve any more: every router, or every node of a role,
-        is down for good.
-        """
+        """See ``Launcher``."""
         if all(router.state == "failed" for router in self._routers):
             return _failure_of_program(self._routers[0])
         roles = {
@@ -193,8 +192,12 @@ class LocalLauncher:
             self._say("some processes do not end although killed; see `splitserve status`")
         await asyncio.to_thread(sweep, self.run)
 
+    async def leave(self) -> None:
+        """See ``Launcher``: they are children of this process."""
+        raise StartError("the processes of a local cluster end with `up`")
+
     def hurry(self) -> None:
-        """A stop under way no longer waits for anybody."""
+        """See ``Launcher``."""
         self._children.hurry()
 
     def _cache_child(self, cache: CacheConfig) -> Child:
@@ -258,16 +261,7 @@ class LocalLauncher:
     async def _router_state(self, router: Child, url: str) -> str:
         if router.state != "running":
             return router.state
-        timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
-        tls = self._tls if self._tls is not None else True
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{url}/health", ssl=tls) as response,
-            ):
-                return "ready" if response.status == 200 else "waits for nodes"
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return "starting"
+        return await router_health(url, self._tls)
 
     def _cache_state(self) -> str:
         if self._cache is None or self._cache.state != "running":

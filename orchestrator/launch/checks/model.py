@@ -51,6 +51,8 @@ def model_of(config: ClusterConfig) -> str:
 def model(subject: Subject) -> Finding:
     """The folder is there, can be read, and fits the pools."""
     check, config = "model", subject.config
+    if config.launcher == "ray":
+        return Finding(check, f"{config.model.path}, which `up` looks for on each host")
     try:
         found = model_of(config)
     except ConfigError as error:

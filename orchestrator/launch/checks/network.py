@@ -161,8 +161,10 @@ def _hosts(subject: Subject) -> dict[str, str]:
 
 def members_here(config: ClusterConfig) -> frozenset[str] | None:
     """What of a cluster on several machines runs on this one, by the addresses in ``hosts``; None
-    for a cluster that names none, or all of which is here.
+    for a cluster that names none, or all of which is here; of one on Ray nothing.
     """
+    if config.launcher == "ray":
+        return frozenset()
     everything = Subject(config, {})
     routers = router_hosts(config)
     own = next((host for host in routers if _is_of_this_machine(host)), routers[0])

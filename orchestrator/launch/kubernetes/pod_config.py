@@ -67,6 +67,13 @@ class PodConfig:
 
 def pod_config(config: ClusterConfig, names: Names) -> PodConfig:
     """Raises ``ConfigError`` for what pods cannot have."""
+    if config.launcher != "local":
+        raise ConfigError(
+            [
+                "launcher: Kubernetes places the nodes itself; remove `launcher`, `ray` and "
+                "`placement`, and say what a node gets with `cpus` or `gpus`"
+            ]
+        )
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     data["name"] = config.name
     router = data.setdefault("router", {})
