@@ -128,8 +128,8 @@ def test_the_others_hear_of_every_change_one_at_a_time() -> None:
 
 
 def test_a_small_change_is_told_with_the_next_report() -> None:
-    """A few blocks of ten thousand not before; a thirty-second of all blocks at once; slots always at once, and
-    anything while somebody waits.
+    """A few blocks of ten thousand not before; a thirty-second of all blocks, slots, and anything
+    while somebody waits at once.
     """
     router = Router(0, placement={"prefill_ahead_requests": 9})
     for node in ("p0", "d0"):

@@ -163,7 +163,9 @@ async def test_loading_is_shown_until_the_node_is_there() -> None:
 
 
 async def test_what_a_router_has_placed_is_told_to_those_that_are_there() -> None:
-    """By the agent of each node that has told of others; what those have placed is in the status."""
+    """By the agent of each node that has told of others; what those have placed is in the
+    status.
+    """
     async with stub_cluster("p0", "d0", "d1") as cluster:
         agent = cluster.agents["d0"]
         core = cluster.router.core
