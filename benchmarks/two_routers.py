@@ -31,6 +31,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+import psutil
 from harness import report
 from harness.product import RunningCluster
 from harness.stats import percentile
@@ -68,6 +69,8 @@ class Window:
     wrong: int = 0
     retried: int = 0
     by_router: list[int] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU time of all routers, and of all agents."""
 
     def row(self) -> dict[str, Any]:
         """For the result."""
@@ -84,6 +87,10 @@ class Window:
             },
             "queue_ms_median": round(median(self.queue_ms), 1),
             "served_by_router": self.by_router,
+            "cpu_ms_per_request": {
+                name: round(1000 * seconds / len(self.page_wait_ms), 3)
+                for name, seconds in self.cpu_s.items()
+            },
             "failed": len(self.failed),
             "wrong": self.wrong,
             "retried": self.retried,
@@ -121,6 +128,17 @@ class Cluster(RunningCluster):
         }
         super().__init__(described, folder)
 
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time so far of its routers, and of its agents."""
+        spent = {"routers": 0.0, "agents": 0.0}
+        assert self._process is not None
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            for name in spent:
+                if f"splitserve.orchestrator.{name[:-1]}" in process.cmdline():
+                    times = process.cpu_times()
+                    spent[name] += times.user + times.system
+        return spent
+
     def records(self, prefix: str) -> list[dict[str, Any]]:
         """The routers' log lines of requests whose ids begin so."""
         found = []
@@ -153,7 +171,7 @@ class Bench:
         prefix = f"{kind.replace(' ', '-')}-{number}."
         routers = len(cluster.urls)
         shares = [iter(list(enumerate(self._work))[router::routers]) for router in range(routers)]
-        began = time.monotonic()
+        began, before = time.monotonic(), cluster.cpu_s()
         await asyncio.gather(
             *(
                 self._client(cluster.urls[router], shares[router], prefix, window)
@@ -162,6 +180,7 @@ class Bench:
             )
         )
         window.seconds = time.monotonic() - began
+        window.cpu_s = {name: used - before[name] for name, used in cluster.cpu_s().items()}
         await self._read_logs(cluster, prefix, window)
         return window
 
@@ -241,6 +260,10 @@ def summary(windows: list[Window]) -> dict[str, Any]:
             "page_wait_ms_median": median(row["page_wait_ms"]["median"] for row in rows),
             "page_wait_ms_p90": median(row["page_wait_ms"]["p90"] for row in rows),
             "requests_per_s": median(row["requests_per_s"] for row in rows),
+            "cpu_ms_per_request": {
+                name: median(row["cpu_ms_per_request"][name] for row in rows)
+                for name in ("routers", "agents")
+            },
             "failed": sum(row["failed"] + row["wrong"] for row in rows),
         }
     for name in ("page_wait_ms_median", "page_wait_ms_p90", "requests_per_s"):
@@ -284,11 +307,21 @@ def main() -> None:
             f"{figures[kind]['page_wait_ms_median']:.1f} ms",
             f"{figures[kind]['page_wait_ms_p90']:.1f} ms",
             f"{figures[kind]['requests_per_s']:.1f}",
+            f"{figures[kind]['cpu_ms_per_request']['routers']:.2f} ms",
+            f"{figures[kind]['cpu_ms_per_request']['agents']:.2f} ms",
             str(figures[kind]["failed"]),
         ]
         for kind in WINDOWS
     ]
-    header = ["routers", "page wait, median", "p90", "requests per s", "failed or wrong"]
+    header = [
+        "routers",
+        "page wait, median",
+        "p90",
+        "requests per s",
+        "routers' CPU per request",
+        "agents'",
+        "failed or wrong",
+    ]
     ratios = [figures["page_wait_ms_median_ratio"], figures["page_wait_ms_p90_ratio"]]
     report.write(
         "two_routers",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.membership import Node
 
 NO_LOAD = RouterLoad()
+SMALL_SHARE = 1 / 32
+"""Of a node's blocks: a change of less, which nobody waits for, is told with the next report."""
 
 
 @dataclass(slots=True)
@@ -93,8 +95,8 @@ class Peers:
         """This router's number."""
         self._told: dict[Node, RouterLoad] = {}
         """By node that has others: the load that its agent was told last."""
-        self._touched: dict[Node, None] = {}
-        """Nodes whose load may have to be told."""
+        self._touched: dict[Node, bool] = {}
+        """Nodes whose load may have to be told, and whether a small change has to be."""
 
     def hear(self, node: Node, routers: tuple[OtherRouter, ...], seen: RouterLoad) -> None:
         """The node's agent has said who else is there."""
@@ -104,12 +106,12 @@ class Peers:
             return
         node.note_others(Others(routers, self.index, seen))
         self._told.setdefault(node, seen)
-        self._touched[node] = None
+        self._touched.setdefault(node, False)
 
-    def touch(self, node: Node) -> None:
-        """Something was placed on the node or given back, or it has reported."""
+    def touch(self, node: Node, *, is_due: bool = False) -> None:
+        """Something was placed on the node or given back; ``is_due``: it has reported."""
         if node.others is not None:
-            self._touched[node] = None
+            self._touched[node] = is_due or self._touched.get(node, False)
 
     def forget(self, node: Node) -> None:
         """Nobody need be told of the node."""
@@ -122,9 +124,10 @@ class Peers:
         changed meanwhile is told with the next one.
         """
         effects: list[Effect] = []
-        for node in list(self._touched):
+        for node, is_due in list(self._touched.items()):
+            told = self._told[node]
             assert node.others is not None
-            if node.others.seen != self._told[node]:
+            if node.others.seen != told:
                 continue  # Its answer will touch the node again
             del self._touched[node]
             load = RouterLoad(
@@ -135,7 +138,7 @@ class Peers:
                 committed_blocks=node.committed_blocks,
                 waiting_tokens=waiting_tokens,
             )
-            if load != self._told[node]:
+            if load != told and (is_due or _matters(load, told, node)):
                 self._told[node] = load
                 effects.append(TellLoad(node.name, node.description.incarnation, load))
         return effects
@@ -158,3 +161,18 @@ class Peers:
     def count(nodes: Iterable[Node]) -> int:
         """How many routers there are, this one included."""
         return 1 + max((len(n.others.routers) for n in nodes if n.others is not None), default=0)
+
+
+def _matters(load: RouterLoad, told: RouterLoad, node: Node) -> bool:
+    """Whether the others should hear at once of a change: of slots, of many blocks, and of any
+    while requests wait somewhere.
+    """
+    assert node.others is not None
+    waits = load.waiting_tokens or told.waiting_tokens or node.others.least_blocks is not None
+    blocks = abs(load.committed_blocks - told.committed_blocks)
+    return (
+        bool(waits)
+        or load.prefill_legs != told.prefill_legs
+        or load.own_prompt_tokens != told.own_prompt_tokens
+        or blocks >= SMALL_SHARE * node.description.total_blocks
+    )

@@ -196,7 +196,7 @@ class RouterCore(Probing):
             self._look(now)
         effects = self.fencing.weigh(node, self._deaths, now)
         effects += self._hear_role(node, OrderedRole(state.role, state.role_epoch), now)
-        self.peers.touch(node)
+        self.peers.touch(node, is_due=True)
         if node.is_usable:
             self._has_returned(node)
             return effects

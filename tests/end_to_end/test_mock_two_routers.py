@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import signal
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from support.up_process import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -41,7 +43,7 @@ supervision: {restart_delay_s: 0.1, restart_limit: 100, drain_timeout_s: 5, stop
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 IN_FLIGHT = 20
 """At each router; a decode node has room for about eight of their longer requests."""
-ANSWERS = 60
+ANSWERS = 40
 LIMIT_S = 30.0
 _starts = itertools.count(1_000_000)
 
@@ -256,10 +258,43 @@ async def test_a_node_drains_for_both(two: Two) -> None:
     await two.all_idle()
 
 
+async def test_a_recording_has_what_came_to_either(two: Two, tmp_path: Path) -> None:
+    """In the order of arrival, and equal beginnings are known whichever router they went to."""
+    path, said = tmp_path / "trace.jsonl", tmp_path / "said"
+    process = recorder(two, path, said)
+    try:
+        await asyncio.to_thread(
+            wait_for, lambda: "recording mock-two" in said.read_text(), 20, "begin", said.read_text
+        )
+        head = prompt_of(512, start=next(_starts))
+        for number in range(4):
+            prompt = [*head, *prompt_of(100, start=next(_starts))]
+            assert await two.routers[number % 2].text(prompt) == alone(prompt)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 20) == 0, said.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["input_length"] for line in lines] == [612] * 4
+    times = [line["timestamp"] for line in lines]
+    assert times == sorted(times)
+    assert times[0] == 0
+    first, *others = (line["hash_ids"] for line in lines)
+    assert all(blocks[:3] == first[:3] for blocks in others)
+
+
 async def test_no_router_misses_anything(two: Two) -> None:
     """What engines hold is known to one of them."""
     result = await asyncio.to_thread(two.up.run, "status", "--audit")
     assert result.returncode == 0, result.stdout
+
+
+def recorder(two: Two, path: Path, said: Path) -> subprocess.Popen[bytes]:
+    """A running ``splitserve record`` that writes to ``path`` and speaks to ``said``."""
+    command = [*two.up.command(), "record", "--out", str(path), "--block-tokens", "128"]
+    with said.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=two.up.env)
 
 
 async def stream(router: Cluster, prompt: list[int]) -> str | None:

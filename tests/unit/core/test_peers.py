@@ -117,24 +117,52 @@ def test_the_others_hear_of_every_change_one_at_a_time() -> None:
     router = Router(0, "p0", "d0", placement={"prefill_ahead_requests": 9})
     router.hear("d0", NOTHING, r1=NOTHING)
     for number in range(3):
-        router.request(f"r{number}")
+        router.request(f"r{number}", output_tokens=32)
     (first,) = router.told
-    assert (first.node, first.load.decode_legs, first.load.committed_blocks) == ("d0", 1, 3)
+    assert (first.node, first.load.decode_legs, first.load.committed_blocks) == ("d0", 1, 4)
     router.hear("d0", first.load, r1=NOTHING)
     second = router.told[-1].load
-    assert (len(router.told), second.decode_legs, second.committed_blocks) == (2, 3, 9)
+    assert (len(router.told), second.decode_legs, second.committed_blocks) == (2, 3, 12)
     router.hear("d0", second, r1=NOTHING)
     assert len(router.told) == 2
+
+
+def test_a_small_change_is_told_with_the_next_report() -> None:
+    """A few blocks of ten thousand not before; a thirty-second of all blocks, slots, and anything
+    while somebody waits at once.
+    """
+    router = Router(0, placement={"prefill_ahead_requests": 9})
+    for node in ("p0", "d0"):
+        router.join(node, total_blocks=10_000)
+        router.report(node, free_blocks=10_000, total_blocks=10_000)
+        router.hear(node, NOTHING, r1=NOTHING)
+    router.request("r0")
+    assert [order.node for order in router.told] == ["p0"]
+    router.report("d0", free_blocks=10_000, total_blocks=10_000)
+    assert [order.node for order in router.told] == ["p0", "d0"]
+    told = router.told[-1].load
+    router.hear("d0", told, r1=NOTHING)
+    router.request("r1")
+    assert len(router.told) == 2
+    router.hear("d0", told, r1=RouterLoad(waiting_tokens=48))
+    assert [order.node for order in router.told] == ["p0", "d0", "d0"]
+    router.hear("d0", router.told[-1].load, r1=NOTHING)
+    router.request("r2", prompt_tokens=1024)
+    router.request("r3", prompt_tokens=1024)
+    assert len(router.told) == 3
+    for number in range(4, 10):
+        router.request(f"r{number}", prompt_tokens=1024)
+    assert len(router.told) == 4
 
 
 def test_a_router_that_is_alone_tells_nothing() -> None:
     """And one whose others have gone tells no more."""
     router = Router(0, "p0", "d0", placement={"prefill_ahead_requests": 9})
-    router.request("r0")
+    router.request("r0", output_tokens=32)
     router.hear("d0", NOTHING, r1=NOTHING)
     assert len(router.told) == 1
     router.hear("d0", NOTHING)
-    router.request("r1")
+    router.request("r1", output_tokens=32)
     assert len(router.told) == 1
     assert router.node("d0").others is None
 
