@@ -76,7 +76,8 @@ def scales_of(values: Floats, axis: int, levels: int) -> Scales:
         values.max(axis=axis, keepdims=True), -values.min(axis=axis, keepdims=True)
     ) * np.float32(1 / levels)
     bits = peak.astype(np.float32, copy=False).view(np.uint32)
-    return ((bits + 0xFFFF) >> _UPPER_HALF).astype(np.uint16)
+    upper: Scales = ((bits + 0xFFFF) >> _UPPER_HALF).astype(np.uint16)
+    return upper
 
 
 def quantise(values: Floats, scales: Scales, levels: int) -> Small:
@@ -86,7 +87,8 @@ def quantise(values: Floats, scales: Scales, levels: int) -> Small:
     scaled = values * inverse
     np.rint(scaled, out=scaled)
     np.clip(scaled, -levels, levels, out=scaled)
-    return scaled.astype(np.int8)
+    small: Small = scaled.astype(np.int8)
+    return small
 
 
 def halved(values: Floats) -> Scales:

@@ -11,7 +11,7 @@ import urllib.request
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 START_DEADLINE_S = 30.0
 POLL_S = 0.02
@@ -24,6 +24,30 @@ def redis_server() -> Iterator[int]:
     command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
     with _running(command, port):
         yield port
+
+
+@contextlib.contextmanager
+def redis_behind(wrap: Callable[[Sequence[str]], list[str]], address: str) -> Iterator[int]:
+    """As ``redis_server``, in another network namespace: ``wrap`` runs a command there, and
+    ``address`` is the server's own.
+    """
+    port = 6379
+    command = ["redis-server", "--bind", address, "--port", str(port), "--save", ""]
+    process = subprocess.Popen(
+        wrap([*command, "--protected-mode", "no"]),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    ping = wrap(["redis-cli", "-h", address, "-p", str(port), "ping"])
+    try:
+        end = time.monotonic() + START_DEADLINE_S
+        while subprocess.run(ping, capture_output=True, timeout=START_DEADLINE_S).returncode:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("redis-server does not start behind the link")
+            time.sleep(POLL_S)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(START_DEADLINE_S)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.chunk_coding import Trial
+    from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
@@ -134,8 +135,12 @@ class TierBook:
         self.writing[key] = size_bytes
         if chunk.codec != RAW:
             return WriteChunk(self.number, key, parent, chunk)
-        codec = self.codecs.choose(self._link_bytes_per_s)
-        return WriteChunk(self.number, key, parent, chunk, codec, self.codecs.to_try())
+        return WriteChunk(self.number, key, parent, chunk, self.codec, self.codecs.to_try())
+
+    @property
+    def codec(self) -> CodecName:
+        """What a new chunk that comes now is coded by."""
+        return self.codecs.choose(self._link_bytes_per_s)
 
     @property
     def _link_bytes_per_s(self) -> float | None:

@@ -44,6 +44,11 @@ DEFAULT_CHUNK_TOKENS = 256
 )
 @click.option("--tokens", type=click.IntRange(min=1), help="Tokens of the text that are used.")
 @click.option("--max-kl", type=click.FloatRange(min=0), help="Limit (default: cache.quality's).")
+@click.option(
+    "--controls",
+    is_flag=True,
+    help="Also measure codecs with a fault; a limit that they keep is too high for this text.",
+)
 @click.option("--no-limit", is_flag=True, help="Measure only: no limit is held.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def quality(
@@ -52,6 +57,7 @@ def quality(
     codecs: tuple[str, ...],
     tokens: int | None,
     max_kl: float | None,
+    controls: bool,
     no_limit: bool,
     as_json: bool,
 ) -> None:
@@ -61,7 +67,7 @@ def quality(
     """
     config = load(cluster)
     names = codecs or CODED
-    measured = _measure(config, _text_of(config, text), names, tokens)
+    measured = _measure(config, _text_of(config, text), names, tokens, has_controls=controls)
     limit = None if no_limit else max_kl
     section = config.cache.quality if config.cache is not None else None
     if limit is None and section is not None and not no_limit:
@@ -74,10 +80,22 @@ def quality(
     problems = [] if limit is None else too_lossy(
         [found for found in measured.codecs if found.codec in held], limit
     )  # fmt: skip
+    if limit is not None:
+        problems += _blind(measured, limit)
     for problem in problems:
         click.echo(problem, err=True)
     if problems:
         raise click.exceptions.Exit(EXIT_FAILED)
+
+
+def _blind(measured: Measured, limit: float) -> list[str]:
+    """One sentence for each codec with a fault that looks good."""
+    return [
+        f"{found.codec} costs {found.kl:.2g} nats per token, within the limit: it tells nothing "
+        "with this text; give a longer text, or lower the limit"
+        for found in measured.codecs
+        if found.codec not in CODED and found.kl <= limit
+    ]
 
 
 def _text_of(config: ClusterConfig, path: Path | None) -> str:
@@ -93,7 +111,12 @@ def _text_of(config: ClusterConfig, path: Path | None) -> str:
 
 
 def _measure(
-    config: ClusterConfig, text: str, names: tuple[str, ...], tokens: int | None
+    config: ClusterConfig,
+    text: str,
+    names: tuple[str, ...],
+    tokens: int | None,
+    *,
+    has_controls: bool,
 ) -> Measured:
     if config.engine == "mock":
         raise RefusedError("the mock engine has no model: name a cluster of real engines")
@@ -103,6 +126,7 @@ def _measure(
         raise RefusedError(f"pages of {kind} have no codec: their chunks are kept as they are")
     cache = config.cache
     section = cache.quality if cache is not None else None
+    from splitserve.orchestrator.engines.transformers.controls import controls
     from splitserve.orchestrator.engines.transformers.quality import (
         KvKind,
         QualityError,
@@ -117,6 +141,8 @@ def _measure(
     try:
         meter = QualityMeter(model_of(config), KvKind(chunk_tokens, number), compute=compute)
         coders = {name: codec_coder(name) for name in names}
+        if has_controls:
+            coders |= controls(meter.rope_theta)
         return Measured(tuple(meter.measure(text, coders, tokens=tokens)))
     except QualityError as error:
         raise RefusedError(str(error)) from error

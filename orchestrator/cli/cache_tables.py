@@ -53,7 +53,7 @@ def print_quotas(tenants: list[dict[str, Any]]) -> None:
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
     table = Table()
-    columns = ("tier", "state", "used", "capacity", "chunks", "hit rate", "read", "written")
+    columns = ("tier", "state", "codec", "used", "capacity", "chunks", "hit rate", "read", "written")
     for column in (*columns, "latency", "speed", "errors", "broken"):
         table.add_column(column, overflow="fold")
     for tier in tiers:
@@ -62,6 +62,7 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
         table.add_row(
             tier["name"],
             tier["state"],
+            tier["codec"],
             size(tier["used_bytes"]),
             size(tier["capacity_bytes"]),
             "-" if chunks is None else str(chunks),

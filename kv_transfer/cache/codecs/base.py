@@ -63,10 +63,13 @@ class LayerShape:
 class Codec(Protocol):
     """Stateless; used by several threads at once."""
 
-    name: str
-    """Part of what it codes, in headers and keys: a codec that changes gets another name."""
-    keeps_sinks: bool
-    """Whether a prompt's first tokens stay as they are."""
+    @property
+    def name(self) -> str:
+        """Part of what it codes, in headers and keys: a codec that changes gets another name."""
+
+    @property
+    def keeps_sinks(self) -> bool:
+        """Whether a prompt's first tokens stay as they are."""
 
     def encode(self, rows: Bytes, shape: LayerShape) -> list[bytes] | None:
         """The content of a frame, in parts; None when these numbers have none."""

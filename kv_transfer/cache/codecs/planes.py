@@ -51,9 +51,9 @@ class PlanesCodec:
         upper = np.frombuffer(decompress(packed, count), np.uint8).reshape(planes)[heads]
         rest = np.frombuffer(lower, np.uint8).reshape(*planes, item - 1)[heads]
         if item == 2:
-            numbers = out.view(np.uint16)
-            np.left_shift(upper, 8, out=numbers, dtype=np.uint16)
-            np.bitwise_or(numbers, rest[..., 0], out=numbers)
+            halves = out.view(np.uint16)
+            np.left_shift(upper, 8, out=halves, dtype=np.uint16)
+            np.bitwise_or(halves, rest[..., 0], out=halves)
         else:
             numbers = out.reshape(*upper.shape, item, copy=False)
             numbers[..., :-1] = rest

@@ -11,7 +11,8 @@ from splitserve.kv_transfer.cache.codecs.quantised import INT5Z, INT8
 if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.codecs.base import Codec
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (BF16Z, INT8, INT5Z)}
+_ALL: tuple[Codec, ...] = (BF16Z, INT8, INT5Z)
+_CODECS = {codec.name: codec for codec in _ALL}
 assert tuple(_CODECS) == CODED
 
 

@@ -81,6 +81,32 @@ class QualityMeter:
                 f"the model {folder} cannot be loaded with transformers: {error}"
             ) from error
 
+    @property
+    def rope_theta(self) -> float | None:
+        """The base of the angles by which keys are turned; None for a model that turns none, or in
+        another way than by halves of a head.
+        """
+        config = self._model.config
+        told = getattr(config, "rope_parameters", None) or {}
+        theta = told.get("rope_theta", getattr(config, "rope_theta", None))
+        plain = told.get("rope_type", "default") == "default"
+        whole = float(told.get("partial_rotary_factor", 1.0)) == 1.0
+        return float(theta) if theta and plain and whole else None
+
+    def chunks(self, text: str, *, tokens: int) -> tuple[LayerShape, list[list[Bytes]]]:
+        """Real KV of a text: of each chunk the rows of each layer, and their shape. Raises as
+        ``measure``.
+        """
+        import torch
+
+        found: list[list[Bytes]] = []
+        with torch.inference_mode():
+            for window in self._windows(text, tokens):
+                layers = self._kv_before(window)
+                found += [[layer[n] for layer in layers] for n in range(len(layers[0]))]
+        heads, count, _ = found[0][0].shape
+        return LayerShape(heads, count, *self._items, self._kind.number), found
+
     def measure(self, text: str, coders: Mapping[str, Coder], *, tokens: int) -> list[CodecQuality]:
         """What each coder costs on the first ``tokens`` tokens of a text. Raises ``QualityError``
         for a text that is too short, and a model whose KV is not one of keys and values per layer

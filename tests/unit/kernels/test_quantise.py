@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,7 @@ from splitserve.kernels.quantise import (
     write_numbers,
 )
 
+PROGRAM = Path(__file__).parents[2] / "support" / "triton_quantise_program.py"
 SHAPES = [(3, 256, 64, 64), (1, 1, 1, 1), (2, 37, 5, 3), (4, 16, 96, 0)]
 
 
@@ -54,7 +60,7 @@ def test_it_is_compiled_here_and_missed_where_numba_is_not(
     warm_up("bfloat16")
     assert compiled_quantise._compiled("bfloat16") is not None
     assert compiled_quantise._compiled("float16") is None
-    monkeypatch.setitem(__import__("sys").modules, "numba", None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     assert compiled_quantise._compiled.__wrapped__("bfloat16") is None
 
 
@@ -84,3 +90,19 @@ def test_scales_are_rounded_up() -> None:
     values = like_kv(2, 50, 8)
     scales = scales_of(values, 1, 127)
     assert (widened(scales) * 127 >= np.abs(values).max(axis=1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("mode", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_gpu_kernel_fills_pages_as_the_reference(mode: str, tmp_path: Path) -> None:
+    """All orders, odd shapes, every kind of number: to the bit, and no byte more."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", str(PROGRAM), mode],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    assert answer["cases"] == 7
+    assert answer["wrong"] == []

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.spoiled_codecs import wrong_position, wrong_scale
 
 from splitserve.orchestrator.cli.cache_quality import show
 from splitserve.orchestrator.cli.main import main
+from splitserve.orchestrator.engines.transformers.controls import controls
 from splitserve.orchestrator.engines.transformers.findings import CodecQuality, Measured
 from splitserve.orchestrator.engines.transformers.quality import (
     KvKind,
@@ -44,8 +44,8 @@ def meter(tiny_model: Path) -> QualityMeter:
 @pytest.fixture(scope="module")
 def found(meter: QualityMeter) -> dict[str, CodecQuality]:
     coders = {name: codec_coder(name) for name in ("bf16z", "int8", "int5z")}
-    coders["wrong scale"] = wrong_scale("int8")
-    coders["wrong position"] = wrong_position("int8", 10_000.0, 16)
+    assert meter.rope_theta == 10_000.0
+    coders |= controls(meter.rope_theta)
     return {each.codec: each for each in meter.measure(PROSE.read_text(), coders, tokens=600)}
 
 
@@ -65,7 +65,7 @@ def test_fewer_bits_cost_more_and_are_fewer_bytes(found: dict[str, CodecQuality]
     assert found["int8"].top1 > 0.9
 
 
-@pytest.mark.parametrize("fault", ["wrong scale", "wrong position"])
+@pytest.mark.parametrize("fault", ["int8, wrong scale", "int8, wrong position"])
 def test_faults_are_seen(found: dict[str, CodecQuality], fault: str) -> None:
     """A scale that is a quarter off, or keys that are sixteen tokens off, cost many times what the
     codec costs.
@@ -100,6 +100,16 @@ def test_the_command_measures_and_holds_the_limit(tiny_model: Path, tmp_path: Pa
     assert answer["codecs"][1]["tokens"] == 2 * CHUNK
     assert "int8 costs" in result.stderr
     assert "int5z costs" not in result.stderr
+
+
+def test_a_text_that_sees_no_fault_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """With a limit so high that the spoiled controls pass."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER.format(model=tiny_model, text=PROSE, max_kl=100))
+    result = run(str(path), "--codec", "int8", "--controls")
+    assert result.exit_code == 1, result.output
+    assert "wrong position" in result.stdout
+    assert "tells nothing" in result.stderr
 
 
 def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:

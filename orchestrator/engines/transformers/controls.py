@@ -1,5 +1,5 @@
 """Codecs with a fault that a measure of quality has to find: what comes back is of the right size
-and nearly right.
+and nearly right. A text with which they look good says nothing about codecs either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.codecs.base import Bytes, LayerShape
     from splitserve.orchestrator.engines.transformers.quality import Coder
 
+BASE = "int8"
 WRONG_SCALE = 1.25
+WRONG_TOKENS = 16
+
+
+def controls(rope_theta: float | None) -> dict[str, Coder]:
+    """By name; the one with wrong positions only for models that turn their keys."""
+    found = {f"{BASE}, wrong scale": wrong_scale(BASE)}
+    if rope_theta is not None:
+        found[f"{BASE}, wrong position"] = wrong_position(BASE, rope_theta, WRONG_TOKENS)
+    return found
 
 
 def wrong_scale(name: str) -> Coder:
