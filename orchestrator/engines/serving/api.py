@@ -101,8 +101,10 @@ class Served:
 class EngineApi:
     """The routes. Nothing here decides; it translates between HTTP and the engine."""
 
-    guarded = ("/v1",)
+    guarded: tuple[str, ...] = ("/v1",)
     """Beginnings of the paths for which the key is asked."""
+    reads_in_thread = False
+    """Whether turning text into tokens takes so long that it must not keep the loop."""
 
     def __init__(self, engine: Engine, front: Front, served: Served) -> None:
         self._engine = engine
@@ -194,7 +196,10 @@ class EngineApi:
         is_chat = isinstance(body, ChatBody)
         given = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{given}"
-        choices = self._choices(body, request_id)
+        if self.reads_in_thread:
+            choices = await asyncio.to_thread(self._choices, body, request_id)
+        else:
+            choices = self._choices(body, request_id)
         shapes = Shapes(request_id, self._served.model, is_chat=is_chat)
         await self._admit()
         answers: Answers = asyncio.Queue()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LOGPROBS_LIMIT = 20
 """vLLM's default."""
+ANSWERS_LIMIT = 128
+"""To one prompt."""
 _NO_GRAMMAR = "answers of a given form (grammar, JSON schema) need vLLM"
 _NO_TOOLS = "tool calls need vLLM"
 _NO_PICTURES = "this engine takes and gives text only"
@@ -77,7 +79,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Positive | None = None
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    seed: int | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -131,8 +133,10 @@ class TransformersFront:
             raise ApiError(400, "echo with logprobs: likelihoods of the prompt need vLLM", "echo")
         if isinstance(body, Chat) and body.top_logprobs and not body.logprobs:
             raise ApiError(400, "when using `top_logprobs`, `logprobs` must be true", "logprobs")
-        if body.n is not None and body.n < 1:
-            raise ApiError(400, f"n must be at least 1, got {body.n}", "n")
+        if not 1 <= (body.n or 1) <= ANSWERS_LIMIT or body.n == 0:
+            raise ApiError(400, f"n must be from 1 to {ANSWERS_LIMIT}, got {body.n}", "n")
+        if "" in body.stops:
+            raise ApiError(400, "stop cannot contain an empty string", "stop")
         return body
 
     def read_tokenize(self, raw: bytes) -> Request:

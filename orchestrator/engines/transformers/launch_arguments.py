@@ -42,7 +42,8 @@ def command(config: ClusterConfig, node: NodeConfig, model: str, incarnation: st
     argv += ["--dtype", args.dtype, "--kv-cache-dtype", args.kv_cache_dtype]
     settings = {"kv_connector_extra_config": transfer_settings(config, node, incarnation)}
     argv += ["--kv-transfer-config", json.dumps(settings)]
-    env = network_environment(node)
+    # engines that share CPUs must not spin there while they wait for each other's threads
+    env = network_environment(node) | {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
     if model.startswith("/"):
         env["HF_HUB_OFFLINE"] = "1"
     if node.gpus is not None:

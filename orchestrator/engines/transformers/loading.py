@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "model.layers.{}.self_attn.attn"
 """What vLLM calls the attention of a layer in these."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+POSITIONS = ("default", "linear", "llama3", "yarn")
+"""Rotations that depend on a token's own place only; the others change with what is computed beside
+it, and so would stored keys.
+"""
 _AMX_DTYPES = (torch.bfloat16,)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -71,6 +75,12 @@ def read_shape(folder: Path, dtype: str) -> ModelShape:
     if kinds != {"full_attention"} or (window and getattr(config, "use_sliding_window", True)):
         raise ValueError(
             "the model has layers of sliding-window attention; only full attention can be split"
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in POSITIONS:
+        raise ValueError(
+            f"positions of type {rope} depend on the longest text in a step: their keys cannot be "
+            "sent or kept. Use engine: vllm"
         )
     heads = config.num_attention_heads
     return ModelShape(

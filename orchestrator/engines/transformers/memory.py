@@ -43,7 +43,7 @@ class KvShape:
     @property
     def token_bytes(self) -> int:
         """KV of one token in all layers."""
-        return 2 * self.layers * self.heads * self.head_items * self.dtype.itemsize
+        return 2 * self.layers * self.heads * self.head_items * int(self.dtype.itemsize)
 
     @property
     def block_bytes(self) -> int:

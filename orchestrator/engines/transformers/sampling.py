@@ -67,7 +67,8 @@ class Sampler:
         if sampling.top_logprobs is not None:
             told = torch.log_softmax(logits, -1)
         if len(request.answer) < request.min_tokens and request.end_ids:
-            logits[list(request.end_ids)] = NEVER
+            ends = [token for token in request.end_ids if 0 <= token < logits.shape[0]]
+            logits[ends] = NEVER
         if sampling.has_penalties:
             _penalise(logits, request, sampling)
         if sampling.is_greedy:
@@ -86,6 +87,9 @@ class Sampler:
 
     def _draw(self, request_id: str, logits: torch.Tensor, sampling: Sampling) -> int:
         probabilities = torch.softmax(_narrowed(logits / sampling.temperature, sampling), -1)
+        if not bool(torch.isfinite(probabilities).all()):
+            # an extreme penalty leaves no numbers to draw by; other requests must go on
+            return int(torch.nan_to_num(logits, nan=NEVER).argmax())
         generator = self._generators.get(request_id)
         if generator is None:
             generator = torch.Generator(self.device)

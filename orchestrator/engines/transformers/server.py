@@ -114,6 +114,8 @@ def build(options: argparse.Namespace) -> Parts:
 class TransformersApi(EngineApi):
     """The routes, and words for those of vLLM that are not there."""
 
+    reads_in_thread = True
+
     def application(self) -> web.Application:
         """The aiohttp application."""
         app = super().application()

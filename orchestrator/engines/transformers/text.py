@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
@@ -26,6 +27,8 @@ class Text:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("the model has no tokenizer.json; convert its tokenizer to a fast one")
         self._tokenizer = tokenizer
+        self._template_arguments = set(signature(tokenizer.apply_chat_template).parameters)
+        """What a client must not decide: the template itself, and the form of what comes back."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
@@ -46,6 +49,11 @@ class Text:
         if not messages:
             raise ApiError(400, "'messages' must not be empty", "messages")
         conversation = [_message(message) for message in messages]
+        own = sorted(options.keys() & self._template_arguments - {"tools"})
+        if own:
+            raise ApiError(
+                400, f"chat_template_kwargs: {', '.join(own)} cannot be set", "chat_template_kwargs"
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation,

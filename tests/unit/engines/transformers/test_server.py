@@ -155,11 +155,30 @@ async def test_what_it_cannot_do_is_refused_in_words(tiny_model: Path) -> None:
         assert "echo" in await refusal(client, COMPLETIONS, echo=True, logprobs=1)
         assert "top_p" in await refusal(client, COMPLETIONS, top_p=2)
         assert "n must be" in await refusal(client, COMPLETIONS, n=0)
+        assert "n must be" in await refusal(client, COMPLETIONS, n=10**6)
+        assert "empty string" in await refusal(client, COMPLETIONS, stop=["a", ""])
+        assert "seed" in await refusal(client, COMPLETIONS, seed=10**30)
+        for name in ("chat_template", "tokenize", "return_dict"):
+            given = {name: "{{ messages }}"}
+            assert name in await refusal(client, CHAT, chat_template_kwargs=given)
         assert "out of vocabulary" in await refusal(client, COMPLETIONS, prompt=[5000])
         assert "maximum context" in await refusal(client, COMPLETIONS, prompt="a" * 1024)
         assert "logprobs" in await refusal(client, CHAT, top_logprobs=2)
         for path in ABSENT_ENDPOINTS:
             assert path in await refusal(client, path)
+
+
+async def test_odd_numbers_end_no_other_request(tiny_model: Path) -> None:
+    """Tokens that do not exist and penalties beyond any number: an answer, and the engine goes
+    on.
+    """
+    async with served(tiny_model) as client:
+        odd = {"stop_token_ids": [10**9, -3], "min_tokens": 2, "repetition_penalty": 1e-300,
+               "temperature": 1.0}  # fmt: skip
+        for fields in (odd, {"temperature": 1e30}, {"temperature": 2e-5, "top_p": 1e-9}):
+            assert len((await ask(client, prompt="hello", **fields))["choices"]) == 1
+        async with client.get("/health") as response:
+            assert response.status == 200
 
 
 async def test_tools_that_are_not_called_are_part_of_the_prompt(tiny_model: Path) -> None:
@@ -183,6 +202,7 @@ async def test_a_text_of_several_bytes_a_character_is_whole(tiny_model: Path) ->
         ({"model_type": "gpt2"}, "tested: " + ", ".join(TESTED_MODELS)),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "no quantised weights"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "depend on the longest"),
         ({"max_position_embeddings": 100}, "more than the 100 tokens"),
     ],
 )
