@@ -62,6 +62,31 @@ def s3_server(bucket: str) -> Iterator[str]:
         yield endpoint
 
 
+@contextlib.contextmanager
+def mooncake_store(program: Callable[[str], str], megabytes: int) -> Iterator[tuple[int, int]]:
+    """The ports of a Mooncake master, for clients and for its metrics; one owner gives the store so
+    much memory. ``program`` says where Mooncake's programs are.
+    """
+    port, admin_port, owner_port = free_port(), free_port(), free_port()
+    master = [
+        program("mooncake_master"),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1",
+        f"--metrics_port={admin_port}",
+    ]
+    owner = [
+        program("mooncake_client"),
+        "--host=127.0.0.1",
+        f"--port={owner_port}",
+        f"--master_server_address=127.0.0.1:{port}",
+        "--metadata_server=P2PHANDSHAKE",
+        f"--global_segment_size={megabytes} MB",
+    ]
+    with _running(master, port), _running(owner, owner_port):
+        yield port, admin_port
+
+
 def free_port() -> int:
     """A loopback port that nobody listens on."""
     with socket.socket() as probe:

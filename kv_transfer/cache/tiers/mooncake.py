@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.tiers.base import SharedMemory, StoredChunk
 
 DEFAULT_PORT = 50051
-GROUP_BYTES = 4 << 20
+GROUP_BYTES = 8 << 20
 """Chunks up to so much together are one call, for small ones are several times as fast then. More
 would keep those that have come waiting for those that follow.
 """
