@@ -128,6 +128,7 @@ class ProbeClient:
                         moments += [clock()] * _tokens_in(line, where)
                         if begun is not None and moments:
                             begun()
+                            begun = None
         except (aiohttp.ClientError, OSError) as error:
             raise ProbeError(f"a probe of {where} broke off: {error!r}") from error
         except TimeoutError:

@@ -9,6 +9,9 @@ KV leaves a prefill node while it computes, so a prompt has landed ``latency`` a
 * the moment at which all bytes can be through, sent since the prompt and its pages were there, one
   transfer after another on each node's link.
 
+Nodes that share a host (``profile.nodes_per_host``, in their order) slow each other as far as the
+profile says; of nodes of other hosts nobody feels anything.
+
 What it leaves out: faults, preemption, the shared cache, and what the router and its clients take
 beyond the profile's ``request_s``, which passes between the core's order and the engine. Nodes say
 nothing of their load, as the core counts what it has placed itself.
