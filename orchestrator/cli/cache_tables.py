@@ -53,8 +53,8 @@ def print_quotas(tenants: list[dict[str, Any]]) -> None:
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
     table = Table()
-    columns = ("tier", "state", "codec", "used", "capacity", "chunks", "hit rate", "read", "written")
-    for column in (*columns, "latency", "speed", "errors", "broken"):
+    columns = ("tier", "state", "codec", "used", "capacity", "chunks", "hit rate", "read")
+    for column in (*columns, "written", "latency", "speed", "errors", "broken"):
         table.add_column(column, overflow="fold")
     for tier in tiers:
         looks = tier["hits"] + tier["misses"]
