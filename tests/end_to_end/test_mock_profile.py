@@ -114,8 +114,8 @@ async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
     assert 0 <= found.request_s < 0.05
     # Both nodes run here, and what they seem to compute takes no cores
     assert found.nodes_per_host == 2
-    assert found.prefill.neighbour.low < 0.1, story
-    assert found.decode.neighbour.low < 0.1, story
+    assert found.prefill.neighbour.low < 0.2, story
+    assert found.decode.neighbour.low < 0.2, story
 
 
 async def test_clients_come_first(cluster: Cluster) -> None:
