@@ -217,6 +217,8 @@ class _Run:
         while not self._stop.is_set():
             if (failure := self._launcher.broken()) is not None:
                 raise failure
+            if self._launcher.url != self._record.url:
+                self._record_run()
             await self._pause(_WATCH_S)
 
     async def _pause(self, seconds: float) -> None:
