@@ -220,13 +220,13 @@ class RayLauncher:
                 names = [n for n in await loop.run_in_executor(pool, cluster.names) if is_ours(n)]
                 asked = [loop.run_in_executor(pool, _report, cluster, name) for name in names]
                 found = dict(zip(names, await asyncio.gather(*asked), strict=True))
-                self._names = frozenset(names)
                 self._reports = {name: r for name, r in found.items() if r is not None}
-                self._tell_notes()
                 if ROUTER in self._reports:
                     self._router_host = self._reports[ROUTER]["host_id"]
                 elif ROUTER not in names:
                     await self._replace_router(cluster)
+                self._names = frozenset(names)
+                self._tell_notes()
                 await asyncio.sleep(_POLL_S)
 
     async def _replace_router(self, cluster: RayCluster) -> None:
