@@ -227,6 +227,8 @@ class _Run:
                 raise failure
             if (order := self._files.take_scale_order()) is not None:
                 await self._scale(order)
+            if self._launcher.urls != (self._record.url, *self._record.more_urls):
+                self._record_run()
             await self._pause(_WATCH_S)
 
     async def _scale(self, order: ScaleOrder) -> None:

@@ -208,7 +208,7 @@ def _stop_limit_s(files: ClusterFiles) -> float:
 
 def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
-    while files.is_running():
+    while files.is_held():
         if time.monotonic() > end:
             return False
         time.sleep(_POLL_S)

@@ -6,11 +6,13 @@ nothing left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
+import psutil
 import pytest
 from support.mock_cluster import alone, prompt_of
 from support.on_ray import OnRay
@@ -121,6 +123,7 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "prefill.engine_args.block_size: 32 runs, 64 is in the YAML" in refused.stderr
     assert on_ray.incarnations() == before
+    assert_nobody_tells_the_secret(on_ray)
 
     async with asking(url) as counts:
         await on_ray.until(lambda: counts["right"] > 20)
@@ -142,6 +145,24 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
     assert down.returncode == 0, down.stderr
     assert up.wait_for_end() == 0, up.output()
     on_ray.assert_nothing_is_left()
+
+
+def assert_nobody_tells_the_secret(on_ray: OnRay) -> None:
+    """It is on no command line, in no environment and in no file of the hosts and of Ray but those
+    of its own.
+    """
+    (secret,) = [path.read_text() for path in on_ray.hosts.folder.rglob("router.secret")]
+    for process in on_ray.hosts.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert secret not in " ".join(process.cmdline())
+            assert secret not in process.environ().values()
+    looked_at = 0
+    for folder in (on_ray.hosts.folder, on_ray.folder):
+        for path in folder.rglob("*"):
+            if path.is_file() and path.suffix != ".secret":
+                looked_at += 1
+                assert secret.encode() not in path.read_bytes(), path
+    assert looked_at > 20
 
 
 def test_what_a_host_lacks_is_refused_with_its_name(on_ray: OnRay) -> None:

@@ -84,7 +84,7 @@ class RayHosts:
         variables = {"HOME": str(state), "XDG_STATE_HOME": str(state), HOST_ENV: address}
         variables |= {MARK: self.mark, **self._env}
         if not self._nodes:
-            quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
+            quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 4}
             options |= {"include_dashboard": False, "_system_config": quick}
         self._nodes[address] = self._cluster.add_node(
             **{

@@ -32,7 +32,7 @@ from splitserve.orchestrator.launch.ray.placement import (
     obstacles,
 )
 from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError
-from splitserve.orchestrator.launch.ray.take_down import is_ours
+from splitserve.orchestrator.launch.ray.take_down import is_group, is_ours
 from splitserve.orchestrator.observe.own_version import own_version
 
 if TYPE_CHECKING:
@@ -105,12 +105,20 @@ class _BringUp:
         order = self._order(run, router)
         hosted(order, router.address)  # What no host could read is refused here
         groups = groups_of(self._config)
+        if not self._told:
+            self._release_others({group.name for group in groups})
         for group in groups:
             self._cluster.reserve(group)
         places = self._places(groups)
         self._check_hosts(order, router, places)
         self._start(order, router, groups)
         return Brought(order, self._secret, bool(self._told))
+
+    def _release_others(self, wanted: set[str]) -> None:
+        """What an ``up`` that was killed had reserved for another configuration is free."""
+        for name in self._cluster.group_names():
+            if is_group(name) and name not in wanted:
+                self._cluster.release(name)
 
     def _ask_what_runs(self) -> dict[str, Order]:
         """The orders of the actors that answer. Raises ``StartError`` when there are some and none
@@ -252,9 +260,12 @@ class _BringUp:
 
         def ask(host: RayHost) -> list[str]:
             before = time.time()
-            facts = self._cluster.on_host(
-                host, check_host, plain, new[host.id], limit_s=_CHECK_LIMIT_S
-            )
+            try:
+                facts = self._cluster.on_host(
+                    host, check_host, plain, new[host.id], limit_s=_CHECK_LIMIT_S
+                )
+            except StartError as error:
+                return [str(error)]
             where = f"on {facts['host']} ({host.address})"
             self._say_skew(where, float(facts["unix_s"]), before, time.time())
             problems = [*facts["problems"], *_strange(facts, secret_mark(self._secret))]

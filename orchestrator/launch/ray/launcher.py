@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Report = dict[str, Any]
 
-_POLL_S = 0.5
+_POLL_S = 1.0
 _ASK_LIMIT_S = 2.0
 _AT_A_TIME = 32
 
@@ -76,6 +76,9 @@ class RayLauncher:
         self._reports: dict[str, Report] = {}
         """What each actor said last; none of those that do not answer now."""
         self._names: frozenset[str] = frozenset()
+        self._router_host = ""
+        """Its id in Ray, once it has spoken."""
+        self._is_moving = False
         self._poll_task: asyncio.Task[None] | None = None
         self._noted: set[str] = set()
 
@@ -115,11 +118,10 @@ class RayLauncher:
         router = self._reports.get(ROUTER)
         if router is not None and router["state"] == "failed":
             return _failure_of(ROUTER, router)
-        if self._names and ROUTER not in self._names:
+        if self._names and ROUTER not in self._names and not self._is_moving:
             return StartError(
-                "the router's actor has ended: its host is lost, or Ray has started it "
-                f"{self.config.supervision.restart_limit} times (supervision.restart_limit); run "
-                "`splitserve up` again"
+                "the router's actor has ended: Ray has started it again "
+                f"{self.config.supervision.restart_limit} times (supervision.restart_limit)"
             )
         for role in POOLS:
             names = [node.name for node in nodes(self.config) if self._role_of(node.name) == role]
@@ -179,8 +181,8 @@ class RayLauncher:
             is_given = True
         except ConfigError:
             is_given = False
-        before = [name for name in self._cluster.names() if is_ours(name)]
-        self._may_end = not before
+        if self._brought is None:
+            self._may_end = not any(is_ours(name) for name in self._cluster.names())
         wanted = Wanted(
             self.config,
             self.run,
@@ -218,18 +220,41 @@ class RayLauncher:
                 names = [n for n in await loop.run_in_executor(pool, cluster.names) if is_ours(n)]
                 asked = [loop.run_in_executor(pool, _report, cluster, name) for name in names]
                 found = dict(zip(names, await asyncio.gather(*asked), strict=True))
-                self._names = frozenset(names)
                 self._reports = {name: r for name, r in found.items() if r is not None}
+                if ROUTER in self._reports:
+                    self._router_host = self._reports[ROUTER]["host_id"]
+                elif ROUTER not in names:
+                    await self._replace_router(cluster)
+                self._names = frozenset(names)
                 self._tell_notes()
                 await asyncio.sleep(_POLL_S)
+
+    async def _replace_router(self, cluster: RayCluster) -> None:
+        """A router whose host is lost starts on another one, and the nodes learn where."""
+        hosts = await asyncio.to_thread(cluster.hosts)
+        if not self._router_host or self._router_host in {host.id for host in hosts}:
+            return
+        if not self._is_moving:
+            self._say("the router's host is lost: it starts on another one, and the nodes anew")
+        self._is_moving = True
+        try:
+            self._took(await asyncio.to_thread(self._bring_up))
+        except (ConfigError, StartError) as error:
+            self._note(f"the router cannot be started yet: {error}")
+            return
+        self._is_moving = False
+        self._say(f"the router is on {self.urls[0]} now")
+
+    def _note(self, line: str) -> None:
+        """Say it, once."""
+        if line not in self._noted:
+            self._noted.add(line)
+            self._say(line)
 
     def _tell_notes(self) -> None:
         for report in self._reports.values():
             for note in report["notes"]:
-                line = f"warning: on {report['host']} ({report['address']}): {note}"
-                if line not in self._noted:
-                    self._noted.add(line)
-                    self._say(line)
+                self._note(f"warning: on {report['host']} ({report['address']}): {note}")
 
     async def _router_state(self) -> str:
         report = self._reports.get(ROUTER)

@@ -118,10 +118,14 @@ class RayCluster:
         return str(ray.get_runtime_context().get_node_id())
 
     def reserve(self, group: Group) -> None:
-        """The placement group is there, or waits for room."""
+        """The placement group is there, or waits for room; one of that name that reserves something
+        else, left behind by an ``up`` that was killed, is gone.
+        """
         try:
-            get_placement_group(group.name)
-            return
+            found = placement_group_table(get_placement_group(group.name))
+            if _bundles(found) == list(group.bundles):
+                return
+            self.release(group.name)
         except ValueError:
             pass  # There is none of that name
         rule: dict[str, Any] = {"strategy": group.strategy}
@@ -134,6 +138,11 @@ class RayCluster:
             bundle_label_selector=[dict(selector) for selector in group.selectors],
             **rule,
         )
+
+    def group_names(self) -> list[str]:
+        """Of all placement groups of the Ray cluster, those of other namespaces included."""
+        groups = placement_group_table().values()
+        return sorted({group["name"] for group in groups if group["state"] != "REMOVED"})
 
     def hosts_of(self, group: Group) -> list[str] | None:
         """The id of the host of each bundle; None while it waits for room."""
@@ -226,6 +235,11 @@ class RayCluster:
                 f"{host.hostname} ({host.address}) does not answer: {_first_line(error)}; see "
                 "`ray status`"
             ) from error
+
+
+def _bundles(table: dict[str, Any]) -> list[dict[str, float]]:
+    """What a placement group reserves, in the order of its bundles."""
+    return [dict(bundle) for _, bundle in sorted(table["bundles"].items())]
 
 
 def _check_reachable(address: str) -> None:

@@ -24,15 +24,22 @@ _CACHE_STOP_S = 10.0
 """For cache servers to write what waits for their lower tiers."""
 _GONE_LIMIT_S = 20.0
 _SWEEP_LIMIT_S = 30.0
+_ASK_LIMIT_S = 2.0
 _AT_A_TIME = 16
 _ROUTER = re.compile(r"router(-\d+)?")
 _NODE = re.compile(r"(prefill|decode)-\d+")
 _CACHE = re.compile(r"cache-[0-9a-f]+")
+_GROUP = re.compile(r"prefill|decode|pair-\d+")
 
 
 def is_ours(name: str) -> bool:
     """Whether an actor of the namespace is one of a cluster's."""
     return any(kind.fullmatch(name) for kind in (_ROUTER, _NODE, _CACHE))
+
+
+def is_group(name: str) -> bool:
+    """The same of a placement group."""
+    return _GROUP.fullmatch(name) is not None
 
 
 def take_down(
@@ -60,8 +67,7 @@ def take_down(
     names = sorted({*names, *(name for name in cluster.names() if is_ours(name))})
     for name in names:
         cluster.end(name)
-    groups = {"prefill", "decode"} | {f"pair-{number}" for number in range(config.decode.replicas)}
-    released = [name for name in sorted(groups) if cluster.release(name)]
+    released = [name for name in cluster.group_names() if is_group(name) and cluster.release(name)]
     left = cluster.wait_until_gone(names, _GONE_LIMIT_S)
     left += _sweep(cluster, config.name, runs, say)
     if left:
@@ -72,12 +78,17 @@ def take_down(
     return bool(names or released)
 
 
-def _told(cluster: RayCluster, names: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for name in names:
+def _told(cluster: RayCluster, names: list[str]) -> list[dict[str, Any]]:
+    """The orders of those that answer."""
+
+    def ask(name: str) -> list[dict[str, Any]]:
         try:
-            yield cluster.ask(name, "told", limit_s=2.0)
+            return [cluster.ask(name, "told", limit_s=_ASK_LIMIT_S)]
         except SilentActorError:
-            continue
+            return []
+
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return [order for orders in pool.map(ask, names) for order in orders]
 
 
 def _stop(cluster: RayCluster, names: list[str], limit_s: float) -> None:
@@ -87,7 +98,7 @@ def _stop(cluster: RayCluster, names: list[str], limit_s: float) -> None:
 
     def stop(name: str) -> None:
         try:
-            cluster.ask(name, "report", limit_s=2.0)
+            cluster.ask(name, "report", limit_s=_ASK_LIMIT_S)
             cluster.ask(name, "stop", limit_s, limit_s=limit_s + STOP_MARGIN_S)
         except SilentActorError:
             return

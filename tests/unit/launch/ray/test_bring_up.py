@@ -51,6 +51,7 @@ class FakeRay:
         self.has_room = True
         self.facts: dict[str, dict[str, Any]] = {}
         """By host: what it says otherwise than the others."""
+        self.cannot_say: dict[str, StartError] = {}
         self.asked: dict[str, list[str]] = {}
 
     def names(self) -> list[str]:
@@ -63,7 +64,14 @@ class FakeRay:
         return "id-of-no-host"
 
     def reserve(self, group: Group) -> None:
-        self.groups.append(group.name)
+        self.groups = [name for name in self.groups if name != group.name] + [group.name]
+
+    def group_names(self) -> list[str]:
+        return self.groups
+
+    def release(self, name: str) -> bool:
+        self.groups = [other for other in self.groups if other != name]
+        return True
 
     def hosts_of(self, group: Group) -> list[str] | None:
         return ["id-a", "id-b"][: len(group.nodes)] if self.has_room else None
@@ -89,6 +97,8 @@ class FakeRay:
         if function is free_port:
             return 8123
         self.asked[host.hostname] = arguments[1]
+        if host.hostname in self.cannot_say:
+            raise self.cannot_say[host.hostname]
         plain = {
             "host": host.hostname,
             "splitserve": own_version(),
@@ -138,6 +148,14 @@ def test_everything_is_placed_and_told_where_the_router_is() -> None:
     assert ray.asked == {"alpha": ["router", "prefill-0", "decode-0"], "beta": ["decode-1"]}
     assert ray.actors["decode-1"]["name"] == "decode-1"
     assert ray.actors["decode-1"]["secret"] == SECRET.hex()
+
+
+def test_room_of_another_configuration_is_given_back() -> None:
+    """An `up` that was killed early has left it; what is not ours stays."""
+    ray = FakeRay()
+    ray.groups = ["pair-0", "somebody-elses"]
+    up(ray)
+    assert ray.groups == ["somebody-elses", "prefill", "decode"]
 
 
 def test_a_secret_in_files_is_not_sent() -> None:
@@ -221,6 +239,13 @@ def test_another_configuration_or_secret_is_refused() -> None:
     assert found == ["model.path: 'm' runs, 'n' is in the YAML"]
     (problem,) = problems_of(ray, secret=bytes(32))
     assert "has another cluster secret" in problem
+
+
+def test_a_host_that_cannot_be_asked_is_named() -> None:
+    """Splitserve is not installed there, for example."""
+    ray = FakeRay()
+    ray.cannot_say["beta"] = StartError("beta (10.0.0.2): splitserve is not installed")
+    assert problems_of(ray) == ["beta (10.0.0.2): splitserve is not installed"]
 
 
 def test_actors_that_do_not_answer_are_not_taken_for_nothing(
