@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import shlex
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +16,6 @@ import click
 from splitserve.orchestrator.cli.departures import Departures
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import RefusedError
-from splitserve.orchestrator.cli.router_client import RouterClient
 from splitserve.orchestrator.cli.running_nodes import MARGIN_S, name_of
 from splitserve.orchestrator.config import ConfigError, load_resolved
 from splitserve.orchestrator.config.nodes import POOLS
@@ -27,7 +25,9 @@ from splitserve.orchestrator.launch.checks.cpu_lists import listed, parsed
 from splitserve.orchestrator.launch.files import ScaleAnswer, ScaleOrder, ScalingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from splitserve.orchestrator.cli.router_client import RouterClient
 
 ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
@@ -179,7 +179,7 @@ class Scaling(Departures):
         """The router knows nothing of them any more."""
         for name in names:
             end = time.monotonic() + MARGIN_S
-            while not self.ask(partial(RouterClient.forget, node=name)):
+            while not self.ask(_forgets(name)):
                 self.pause(end, f"the router does not hear that {name} has ended")
             click.echo(f"{name} is no part of the cluster any more")
 
@@ -205,6 +205,10 @@ class Scaling(Departures):
         pool, _, index = name.rpartition("-")
         lists = load_resolved(self.files.config_path).pool(pool).cpus
         return f" on CPUs {listed(lists[int(index)])}" if lists else ""
+
+
+def _forgets(name: str) -> Callable[[RouterClient], bool]:
+    return lambda router: router.forget(name)
 
 
 def _decodes(node: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.config.schema import ClusterConfig, PoolConfig
 
+LIMIT_NODES = 1_000
 _WITHOUT = {
     "prefill": "decode nodes can compute prompts themselves: `splitserve drain prefill-0` takes the"
     " last prefill node out, and `restart` brings it back",
@@ -82,6 +83,10 @@ def _problems(
     problems = []
     if replicas < 1:
         problems.append(f"a pool keeps at least one node: {_WITHOUT[pool]}")
+    if replicas > LIMIT_NODES:
+        return [
+            f"a pool of more than {LIMIT_NODES} nodes has never been tried; start other clusters"
+        ]
     if settings.hosts is not None and more:
         problems.append(
             f"{pool}.hosts names the host of each replica; change it in the YAML and start the "

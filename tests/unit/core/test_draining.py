@@ -13,6 +13,7 @@ from splitserve.orchestrator.core.effects import (
     AnnounceDeath,
     AnswerDrain,
     AnswerError,
+    AnswerForget,
     DismissNode,
     DrainNode,
     Effect,
@@ -309,3 +310,26 @@ def test_a_drain_of_an_earlier_router_is_not_changed_when_the_agent_comes_again(
     assert names(driver.join("d0")) == ["AcceptNode", "DismissNode"]
     orders = driver.do(ev.DrainRequested(1, "d0", True, False, None))
     assert names(orders) == ["AnswerDrain", "DrainNode", "DismissNode"]
+
+
+def test_a_node_is_forgotten_when_it_has_gone() -> None:
+    """Not while it takes part or is expected back; then another one of its name has the role that
+    its agent says.
+    """
+    driver = Driver("p0", "d0", "d1")
+    driver.do(ev.FlipRequested(1, "d1", "prefill"))
+    (kept,) = driver.do(ev.ForgetRequested(2, "d1"))
+    assert (kept.ticket, kept.verdict) == (2, "takes_part")
+    drain(driver, "d1", restarts=True)
+    gone(driver, "d1")
+    (kept,) = driver.do(ev.ForgetRequested(3, "d1"))
+    assert kept.verdict == "takes_part"
+    back(driver, "d1")
+    assert driver.node("d1").role == "prefill"
+    drain(driver, "d1")
+    driver.do(ev.NodeDied("d1", driver.node("d1").description.incarnation, "drained"))
+    assert driver.do(ev.ForgetRequested(4, "d1")) == [
+        AnswerForget(4, "forgotten", "d1 is no part of the cluster")
+    ]
+    driver.join("d1")
+    assert driver.node("d1").role == "decode"

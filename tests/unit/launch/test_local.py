@@ -9,14 +9,17 @@ import pytest
 from router_stubs.cluster import until
 
 from splitserve.orchestrator.agent.status_file import NodeStatus, status_path, write_status
-from splitserve.orchestrator.config import parse
-from splitserve.orchestrator.launch import child_logs
+from splitserve.orchestrator.config import ConfigError, load_resolved, parse
+from splitserve.orchestrator.config.scaling import scaled
+from splitserve.orchestrator.launch import child_logs, local
 from splitserve.orchestrator.launch.child_logs import bound_log
 from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from splitserve.orchestrator.launch.children import Child
 
 CONFIG = """
 engine: mock
@@ -127,6 +130,38 @@ async def test_a_node_that_is_down_is_started_again_when_it_is_wished(rig: Rig, 
     assert child.budget is not spent
     assert rig.said == ["prefill-0 is started again", "prefill-0 has left the cluster"]
     assert (child.exit_status, other.process) == (0, None)
+
+
+async def test_a_cluster_is_resized(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new agent is started and watched with the new configuration; when its node goes it ends,
+    and its files too. A size that cannot be changes nothing.
+    """
+    files, launcher = rig.launcher.files, rig.launcher
+    files.begin_run("{}", "token")
+    make_child = launcher._agent_child
+
+    def child_that_stays(name: str) -> Child:
+        child = make_child(name)
+        child.argv = ["sleep", "60"]
+        return child
+
+    monkeypatch.setattr(launcher, "_agent_child", child_that_stays)
+    small, large = launcher.config, scaled(launcher.config, "decode", 2).config
+    await launcher.resize(large)
+    child = launcher._agents["decode-1"]
+    assert (child.state, load_resolved(files.config_path)) == ("running", large)
+    assert set((await launcher.status()).nodes) == {"prefill-0", "decode-0", "decode-1"}
+    status_path(files.run_dir, "decode-1").write_text("{}")
+    monkeypatch.setattr(local, "taken_ports", lambda config, names: [f"{n}: no" for n in names])
+    with pytest.raises(ConfigError, match="decode-2: no"):
+        await launcher.resize(scaled(large, "decode", 3).config)
+    assert launcher.config == load_resolved(files.config_path) == large
+    await launcher.resize(small)
+    assert child.process is not None
+    assert child.process.returncode is not None
+    assert set((await launcher.status()).nodes) == {"prefill-0", "decode-0"}
+    assert not status_path(files.run_dir, "decode-1").exists()
+    assert rig.said == ["decode-1 is started", "decode-1 is no part of the cluster any more"]
 
 
 def test_a_log_is_bounded_on_a_full_disk_too(

@@ -9,7 +9,14 @@ import pytest
 
 from splitserve.orchestrator.config import nodes, parse
 from splitserve.orchestrator.config.checks import fixed_ports, problems_between_keys
-from splitserve.orchestrator.launch.ports import FREE_RANGE, is_free, with_ports
+from splitserve.orchestrator.config.scaling import scaled
+from splitserve.orchestrator.launch.ports import (
+    FREE_RANGE,
+    ROOM_NODES,
+    is_free,
+    taken_ports,
+    with_ports,
+)
 
 OPEN = """
 engine: mock
@@ -60,3 +67,28 @@ def test_routers_get_ports_in_a_row() -> None:
     ports = [config.router.port + index for index in range(config.router.replicas)]
     assert len(ports) == 3
     assert all(is_free(port, "127.0.0.1") for port in ports)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pools_find_room_behind_their_ports(seed: int) -> None:
+    """A cluster whose ports were chosen can grow: no two nodes would get the same port."""
+    config = with_ports(parse(OPEN), random.Random(seed))
+    assert scaled(config, "prefill", 2 + ROOM_NODES).gone == []
+    assert len(scaled(config, "decode", 1 + ROOM_NODES).new) == ROOM_NODES
+
+
+def test_a_new_nodes_taken_port_is_named() -> None:
+    """With who would get it; ports of nodes that run are theirs."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = (
+            f"engine: mock\nmodel: {{path: m}}\nprefill: {{replicas: 2, port_base: {port - 2}}}\n"
+        )
+        config = parse(text)
+        assert taken_ports(config, ["prefill-0"]) == []
+        (problem,) = taken_ports(config, ["prefill-1"])
+    assert problem.startswith(
+        f"port {port} on 127.0.0.1 is in use by another program, and prefill-1"
+    )

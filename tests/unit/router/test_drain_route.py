@@ -134,3 +134,25 @@ async def test_other_paths_do_not_exist(method: str, path: str, status: int) -> 
         url = f"{cluster.url}/internal/nodes/{path}"
         response = await cluster.session.request(method, url, headers=OPERATOR)
         assert response.status == status
+
+
+async def test_a_node_that_has_gone_is_forgotten() -> None:
+    """409 while it takes part; then nothing is told of it any more. Only operators may."""
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        url = f"{cluster.url}/internal/nodes/d1/forget"
+        assert (await cluster.session.post(url)).status == 401
+        kept = await cluster.session.post(url, headers=OPERATOR)
+        assert (kept.status, (await kept.json())["verdict"]) == (409, "takes_part")
+        death = EngineDied(
+            node="d1", incarnation="d1-1", exit_status=9, likely_cause="killed", last_lines=()
+        )
+        await cluster.agents["d1"].say(death)
+        await until(lambda: "d1" in cluster.router.agents.last_death)
+        assert (await cluster.session.post(url, json={"now": 1}, headers=OPERATOR)).status == 400
+        response = await cluster.session.post(url, headers=OPERATOR)
+        assert (response.status, await response.json()) == (
+            200,
+            {"verdict": "forgotten", "message": "d1 is no part of the cluster"},
+        )
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert "d1" not in status["last_death"]
