@@ -46,7 +46,7 @@ cache:
   chunk_tokens: 64
   tiers:
     - {{type: cpu, capacity_bytes: 64 MiB}}
-    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk, codec: bf16z}}
+    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk, codec: CODEC}}
 """
 TENANTS = """
 security:
@@ -68,6 +68,8 @@ class CachedSplit:
     model: Path
     folder: Path
     block_tokens: int
+    codec: str = "bf16z"
+    """Of the disk."""
     split: Split = field(init=False)
 
     def start(self, *, has_tenants: bool = False) -> None:
@@ -78,7 +80,8 @@ class CachedSplit:
                 (self.folder / name).write_text(content)
                 (self.folder / name).chmod(0o600)
         for name, value in (
-            ("MODEL", self.model), ("FOLDER", self.folder), ("BLOCK", self.block_tokens)
+            ("MODEL", self.model), ("FOLDER", self.folder), ("BLOCK", self.block_tokens),
+            ("CODEC", self.codec),
         ):  # fmt: skip
             text = text.replace(name, str(value))
         self.split = start_split(text, self.folder, START_LIMIT_S)
