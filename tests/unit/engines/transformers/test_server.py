@@ -13,6 +13,7 @@ import transformers
 from aiohttp.test_utils import TestClient, TestServer
 from support.small_models import plain_answer
 
+from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.transformers.flags import arguments
 from splitserve.orchestrator.engines.transformers.front import CANNOT
 from splitserve.orchestrator.engines.transformers.server import ABSENT_ENDPOINTS, build
@@ -187,6 +188,36 @@ async def test_tools_that_are_not_called_are_part_of_the_prompt(tiny_model: Path
     async with served(tiny_model) as client:
         answer = await ask(client, CHAT, messages=[said("x")], tools=[tool], tool_choice="none")
         assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_an_answer_goes_on_where_another_engine_left_it(tiny_model: Path) -> None:
+    """A character and a stop string that begin before the seam end behind it; the tokens are those
+    of the whole answer. Only what this cluster has sealed says where the seam is.
+    """
+    async with served(tiny_model) as client:
+        whole = await ask(client, prompt="hello", max_tokens=12, return_token_ids=True)
+        text, tokens = whole["choices"][0]["text"], whole["choices"][0]["token_ids"]
+        leg = TransferParams(transfer_id="t", role="alone", peer_incarnation="", resumed_tokens=5)
+        fields = {"prompt": [*b"hello", *tokens[:5]], "max_tokens": 7}
+        sealed = {"kv_transfer_params": seal(leg, b"")}
+        rest = await ask(client, **fields, **sealed)
+        assert rest["choices"][0]["text"] == text[5:]
+        stopped = await ask(client, **fields, **sealed, stop=text[3:7])
+        (choice,) = stopped["choices"]
+        # the first engine could give out but two characters: a stop string might have begun there
+        assert (choice["text"], choice["stop_reason"]) == (text[2], text[3:7])
+        told = await ask(
+            client,
+            CHAT,
+            messages=[said("x")],
+            max_tokens=7,
+            kv_transfer_params=seal(leg, b"") | {"prompt_token_ids": fields["prompt"]},
+        )
+        assert told["choices"][0]["message"]["content"] == text[5:]
+        other = await ask(
+            client, **fields, kv_transfer_params=seal(leg, b"another's"), stop=text[3:7]
+        )
+        assert other["choices"][0]["text"] == text[5:]
 
 
 async def test_a_text_of_several_bytes_a_character_is_whole(tiny_model: Path) -> None:
