@@ -218,6 +218,16 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def test_the_client_gets_no_secrets(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs none; Mooncake's own variables it gets."""
+    monkeypatch.setenv("SPLITSERVE_CACHE_SECRET", "5a" * 32)
+    monkeypatch.setenv("MC_GID_INDEX", "0")
+    tier: Any = store.tier
+    names = set(psutil.Process(pid_of(tier)).environ())
+    assert "MC_GID_INDEX" in names
+    assert not [name for name in names if name.startswith("SPLITSERVE_")]
+
+
 def test_nothing_is_left_of_a_closed_tier(store: MooncakeStore) -> None:
     """The process is gone."""
     tier: Any = store.tier

@@ -79,6 +79,8 @@ would keep those that have come waiting for those that follow.
 """
 GROUP_CHUNKS = 64
 KEYS_PER_QUESTION = 512
+PREFIX_LIMIT = 128
+"""So many names fit into one message."""
 _NOT_TAKEN = frozenset({-200, EXISTS, UNFINISHED})
 """No segment has room for it; somebody else writes it, or has begun to and is given up soon."""
 _UNREACHABLE = frozenset({-900, -901})
@@ -98,7 +100,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True):
     """Of the transfer engine: without a server, or ``http://``, ``etcd://``, ``redis://``."""
     hostname: str = ""
     """This host's address; empty: the one from which the master is reached."""
-    prefix: str = "splitserve:"
+    prefix: Annotated[str, msgspec.Meta(max_length=PREFIX_LIMIT)] = "splitserve:"
     replicas: Count = 1
     concurrency: Count = 4
     """Calls at once."""

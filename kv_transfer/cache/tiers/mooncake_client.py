@@ -53,6 +53,8 @@ GRACE_S = 1.0
 """Beyond what the client's own timeouts should take."""
 STAGING_STEP_BYTES = 1 << 20
 _PROGRAM = "splitserve.kv_transfer.cache.tiers.mooncake_process"
+_OURS = "SPLITSERVE_"
+"""Such variables may hold the cluster's and the cache's secret."""
 _ARENA = 0
 """Number of its region; those of the lanes follow."""
 
@@ -253,9 +255,10 @@ def _lane_sockets() -> tuple[socket.socket, socket.socket]:
 
 def _environment(timeout_s: float, connect_timeout_s: float) -> dict[str, str]:
     """Mooncake has most of its settings there. What the user has set stays, but for timeouts, which
-    are the tier's.
+    are the tier's, and secrets, which the library does not need.
     """
     quiet = {"MC_LOG_LEVEL": "ERROR"}
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     whole_s = str(math.ceil(timeout_s))
     ours = {
         "MC_RPC_TIMEOUT_MS": str(max(1, round(timeout_s * 1000))),
@@ -264,7 +267,7 @@ def _environment(timeout_s: float, connect_timeout_s: float) -> dict[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": whole_s,
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     }
-    return quiet | os.environ | ours
+    return quiet | theirs | ours
 
 
 def _wait(connection: socket.socket, limit_s: float) -> bool:
