@@ -33,7 +33,7 @@ ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
 
 
-class NumberList(click.ParamType):
+class NumberList(click.ParamType[tuple[int, ...]]):
     """``0-3,6``, ascending, each number once."""
 
     name = "list"
