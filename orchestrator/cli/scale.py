@@ -6,6 +6,8 @@ Nodes that go are drained before: the highest numbers first, so that names stay 
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import shlex
 import time
@@ -29,20 +31,25 @@ if TYPE_CHECKING:
 
     from splitserve.orchestrator.cli.router_client import RouterClient
 
+LIMIT_NUMBER = 65_535
+"""No machine has a CPU beyond that number."""
 ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
 
 
-class NumberList(click.ParamType[tuple[int, ...]]):
-    """``0-3,6``, ascending, each number once."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+def _number_lists(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Each of ``0-3,6`` and the like, ascending."""
+    found = []
+    for text in texts:
         try:
-            return tuple(sorted(parsed(value)))
+            if any(int(number) > LIMIT_NUMBER for number in re.findall(r"\d+", text)):
+                raise ValueError
+            found.append(tuple(sorted(parsed(text))))
         except ValueError:
-            self.fail(f"{value!r} is no list of numbers such as 0-3,6", param, ctx)
+            raise click.BadParameter(f"{text!r} is no list of numbers such as 0-3,6") from None
+    return tuple(found)
 
 
 @click.command()
@@ -50,12 +57,19 @@ class NumberList(click.ParamType[tuple[int, ...]]):
 @click.argument("nodes", type=int)
 @click.option(
     "--cpus",
-    type=NumberList(),
+    metavar="LIST",
+    callback=_number_lists,
     multiple=True,
     help="CPUs of a new node, e.g. 8-11; once for each. Without it new nodes of a pinned pool "
     "share those of the others.",
 )
-@click.option("--gpus", type=NumberList(), multiple=True, help="GPUs of a new node; once for each.")
+@click.option(
+    "--gpus",
+    metavar="LIST",
+    callback=_number_lists,
+    multiple=True,
+    help="GPUs of a new node; once for each.",
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -129,6 +143,13 @@ class Scaling(Departures):
         gpus: Sequence[Sequence[int]],
     ) -> Scaled:
         """What is to become of the cluster. Raises ``RefusedError``."""
+        usable = os.sched_getaffinity(0)
+        strange = {number for numbers in cpus for number in numbers} - usable
+        if strange:
+            raise RefusedError(
+                f"--cpus: {listed(strange)} cannot be used here; this machine offers "
+                f"{listed(usable)}"
+            )
         try:
             return scaled(self.config, pool, replicas, cpus=cpus, gpus=gpus)
         except ConfigError as error:

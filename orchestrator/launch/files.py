@@ -256,14 +256,16 @@ class ClusterFiles:
         write_private(self.run_dir / "scale.order", msgspec.json.encode(order))
 
     def take_scale_order(self) -> ScaleOrder | None:
-        """The order that nobody has taken yet; from now on it is taken."""
+        """The order that nobody has taken yet; from now on it is taken. One that this version does
+        not understand is taken, too, and gets no answer.
+        """
         path = self.run_dir / "scale.order"
         try:
-            order = msgspec.json.decode(path.read_bytes(), type=ScaleOrder)
-        except FileNotFoundError:
+            data = path.read_bytes()
+            path.unlink()
+            return msgspec.json.decode(data, type=ScaleOrder)
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
-        path.unlink()
-        return order
 
     def answer_scale(self, answer: ScaleAnswer) -> None:
         """Say how the order went."""

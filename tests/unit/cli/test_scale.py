@@ -113,6 +113,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     """One that runs, called `test`: a pinned prefill node and three decode nodes."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(running_nodes, "POLL_S", 0.001)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(running_nodes, "RouterClient", FakeRouter)
     monkeypatch.setattr(
         ClusterFiles, "order_scale", lambda files, order: FakeRouter.cluster.obey(order)
@@ -209,6 +210,8 @@ def test_the_last_decode_node_stays(cluster: FakeCluster) -> None:
         (("decode", "4", "--gpus", "0"), "--gpus: decode.gpus is not in the YAML"),
         (("prefill", "3", "--cpus", "7"), "--cpus: 1 lists for 2 new nodes; give one for each"),
         (("prefill", "2", "--cpus", "1"), "CPU 1 is given to prefill-0 and prefill-1"),
+        (("prefill", "2", "--cpus", "0-99999999999"), "is no list of numbers such as 0-3,6"),
+        (("prefill", "2", "--cpus", "6000"), "--cpus: 6000 cannot be used here; this machine"),
         (("prefill", "2", "--cpus", "x"), "'x' is no list of numbers such as 0-3,6"),
         (("prefill", "60"), "prefill-50 HTTP (prefill.port_base); move one of them"),
         (("prefill", "1000000000"), "a pool of more than 1000 nodes"),
