@@ -27,8 +27,10 @@ from splitserve.kv_transfer.cache.codecs.registry import codec_named
 from splitserve.kv_transfer.cache.page_converter import page_format
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.kv_transfer.cache.chunk import Chunk
-    from splitserve.kv_transfer.cache.codecs.base import Bytes
+    from splitserve.kv_transfer.cache.codecs.base import Bytes, Codec
     from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 
@@ -53,6 +55,7 @@ class Trial(NamedTuple):
     encode_bytes_per_s: float
     """Of what there was before, one thread."""
     decode_bytes_per_s: float
+    """Into pages."""
 
 
 def layer_shape(geometry: ChunkGeometry) -> LayerShape | None:
@@ -116,24 +119,21 @@ def encode_chunk(
 
 
 def try_codec(name: CodecName, chunk: Chunk, body: memoryview) -> Trial | None:
-    """Code some layers and decode them; None where ``encode_chunk`` would be."""
+    """Code some layers, decode them and bring them into the order of pages, as engines do; None
+    where ``encode_chunk`` would be.
+    """
     geometry = chunk.geometry
     shape = layer_shape(geometry)
     if shape is None:
         return None
     codec = codec_named(name)
-    layers = range(min(TRIAL_LAYERS, geometry.layers))
-    rows = [_rows_of(body, geometry, layer) for layer in layers]
-    out = np.empty_like(rows[0])
-    every = slice(0, shape.heads)
-    # The first pass may compile, and brings tables and memory up
-    decode_layer(codec, memoryview(encode_layer(codec, rows[0], shape, begins_prompt=False)),
-                 shape, every, out)  # fmt: skip
+    rows = [_rows_of(body, geometry, n) for n in range(min(TRIAL_LAYERS, geometry.layers))]
+    _decode_into_pages(codec, [encode_layer(codec, rows[0], shape, begins_prompt=False)], geometry)
+    # The first pass may compile, and brings tables and memory up; the second one counts.
     began = perf_counter()
     frames = [encode_layer(codec, layer, shape, begins_prompt=False) for layer in rows]
     coded = perf_counter()
-    for frame in frames:
-        decode_layer(codec, memoryview(frame), shape, every, out)
+    _decode_into_pages(codec, frames, geometry)
     ended = perf_counter()
     size = shape.layer_bytes * len(rows)
     return Trial(
@@ -142,6 +142,17 @@ def try_codec(name: CodecName, chunk: Chunk, body: memoryview) -> Trial | None:
         size / max(coded - began, 1e-9),
         size / max(ended - coded, 1e-9),
     )
+
+
+def _decode_into_pages(codec: Codec, frames: Sequence[bytes], geometry: ChunkGeometry) -> None:
+    shape, target = layer_shape(geometry), page_format(geometry)
+    assert shape is not None
+    assert target is not None
+    out = np.empty((shape.heads, shape.tokens, shape.row_bytes), np.uint8)
+    pages = np.empty((geometry.blocks, geometry.heads, geometry.slice_bytes), np.uint8)
+    for frame in frames:
+        decode_layer(codec, memoryview(frame), shape, slice(0, shape.heads), out)
+        convert_pages(out.reshape(1, shape.heads, -1), rows_format(geometry), target, pages)
 
 
 def _rows_of(body: memoryview, geometry: ChunkGeometry, layer: int) -> Bytes:

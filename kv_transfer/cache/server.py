@@ -293,10 +293,7 @@ class CacheServer:
                     self._workers[effect.tier].ask(effect.ask_id, effect.keys)
                 case ReadChunk():
                     body = self._slot(effect.offset, self.book.chunk_bytes)
-                    may_be_coded = self.book.tiers[effect.tier - 1].codecs.can_code
-                    self._workers[effect.tier].read(
-                        jobs.ReadJob(effect.key, effect.offset, body, may_be_coded)
-                    )
+                    self._workers[effect.tier].read(jobs.ReadJob(effect.key, effect.offset, body))
                 case WriteChunk():
                     body = self._slot(effect.chunk.offset, self.book.chunk_bytes)
                     self._workers[effect.tier].write(

@@ -108,7 +108,6 @@ class ReadJob(NamedTuple):
     key: bytes
     offset: int
     body: memoryview
-    may_be_coded: bool = False
 
 
 class WriteJob(NamedTuple):
@@ -281,7 +280,7 @@ class TierWorkers:
     def _do_read(self, batch: list[ReadJob]) -> None:
         headers = [new_header() for _ in batch]
         buffers = [
-            ChunkBuffers(job.key, header, job.body, may_be_shorter=job.may_be_coded)
+            ChunkBuffers(job.key, header, job.body, may_be_shorter=True)
             for job, header in zip(batch, headers, strict=True)
         ]
         left = set(range(len(batch)))

@@ -44,6 +44,8 @@ PURE = (
     "kv_transfer/holdings.py",
     "kv_transfer/cache/*_book.py",
     "kv_transfer/cache/advice.py",
+    "kv_transfer/cache/codec_choice.py",
+    "kv_transfer/cache/codecs/names.py",
     "kv_transfer/cache/costs.py",
     "kv_transfer/cache/entry.py",
     "kv_transfer/cache/eviction.py",

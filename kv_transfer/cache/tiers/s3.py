@@ -131,14 +131,14 @@ class ObjectTier:
         return list(self._threads.map(self._is_there, keys))
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
-        """As they come. When it ends early it waits for the requests that are under way. Those that
-        may be shorter and would be got in several parts are asked for their size first.
+        """As they come. When it ends early it waits for the requests that are under way. All parts
+        of what the buffers hold are asked for: of a shorter object those behind its end are
+        refused, which costs a question each.
         """
         part_of: dict[Future[_Part], int] = {}
-        sizes = self._sizes(chunks)
         for index, chunk in enumerate(chunks):
-            for start in range(0, sizes[index], self._options.part_bytes):
-                part_of[self._threads.submit(self._read_part, chunk, start, sizes[index])] = index
+            for start in range(0, HEADER_BYTES + len(chunk.body), self._options.part_bytes):
+                part_of[self._threads.submit(self._read_part, chunk, start)] = index
         missing = Counter(part_of.values())
         parts: dict[int, set[_Part]] = {index: set() for index in missing}
         waiting = set(part_of)
@@ -217,45 +217,29 @@ class ObjectTier:
         self._delete([key])
         return ReadOutcome.BROKEN
 
-    def _sizes(self, chunks: Sequence[ChunkBuffers]) -> list[int]:
-        """What is to be got of each chunk, at most: what its buffers hold, or what there is."""
-        room = [HEADER_BYTES + len(chunk.body) for chunk in chunks]
-        unknown = [
-            index
-            for index, chunk in enumerate(chunks)
-            if chunk.may_be_shorter and room[index] > self._options.part_bytes
-        ]
-        found = self._threads.map(self._size_of, [chunks[index].key.hex() for index in unknown])
-        for index, size in zip(unknown, found, strict=True):
-            if size is not None and chunks[index].hold(size):
-                room[index] = size
-        return room
-
-    def _read_part(self, chunk: ChunkBuffers, start: int, size: int) -> _Part:
+    def _read_part(self, chunk: ChunkBuffers, start: int) -> _Part:
         """The bytes from ``start`` on, at most ``part_bytes``, are in the chunk's buffers when it
-        is a hit. ``size`` is that of the whole, or what its buffers hold when it may be shorter and
-        this is the only part.
+        is a hit; none, when the object is a shorter one that ends before.
         """
-        end = min(size, start + self._options.part_bytes)
-        is_alone = chunk.may_be_shorter and start == 0 and end == size
+        end = min(HEADER_BYTES + len(chunk.body), start + self._options.part_bytes)
         name = chunk.key.hex()
         try:
             got = obstore.get(self._store, name, options={"range": (start, end)})
-            found = got.meta["size"]
-            if found != size and not is_alone:
+            size = got.meta["size"]
+            if not chunk.hold(size):
                 return ReadOutcome.BROKEN, None
-            if not chunk.hold(found):
-                return ReadOutcome.BROKEN, None
-            end = min(end, found)
             content = memoryview(got.bytes())
         except FileNotFoundError:
             return ReadOutcome.ABSENT, None
         except _FAULTS as error:
             # An object that ends before the range is an error too, each store has its own
-            now = self._size_of(name)
-            if now not in (size, None) and not (is_alone and chunk.hold(now)):
+            meta = self._meta(name)
+            if meta is not None and not chunk.hold(meta["size"]):
                 return ReadOutcome.BROKEN, None
+            if meta is not None and start >= meta["size"]:
+                return ReadOutcome.HIT, meta["e_tag"]
             raise self._explained(error) from error
+        end = min(end, size)
         if len(content) != end - start:
             return ReadOutcome.BROKEN, None
         in_header = max(0, HEADER_BYTES - start)
@@ -270,16 +254,16 @@ class ObjectTier:
         return WriteOutcome.WRITTEN
 
     def _is_there(self, key: bytes) -> bool:
-        return self._size_of(key.hex()) is not None
+        return self._meta(key.hex()) is not None
 
-    def _size_of(self, name: str) -> int | None:
+    def _meta(self, name: str) -> Any:
+        """What the store says of an object; None when there is none."""
         try:
-            size: int = obstore.head(self._store, name)["size"]
+            return obstore.head(self._store, name)
         except FileNotFoundError:
             return None
         except _FAULTS as error:
             raise self._explained(error) from error
-        return size
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         for start in range(0, len(keys), KEYS_PER_REQUEST):

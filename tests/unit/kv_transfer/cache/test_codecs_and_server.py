@@ -148,6 +148,22 @@ def test_pages_come_back_from_a_coded_disk(tmp_path: Path, codec: str, number: s
         assert read == plain if codec == "raw" else read < 0.9 * plain
 
 
+@pytest.mark.parametrize(("before", "after"), [("bf16z", "raw"), ("raw", "bf16z")])
+def test_exact_codecs_share_chunks(tmp_path: Path, before: str, after: str) -> None:
+    """What one has stored the other one reads, to the bit."""
+    settings = settings_with(tmp_path, before)
+    with served(settings) as server, engine_at(settings) as engine:
+        engine.fill()
+        engine.save()
+        until_on_disk(server)
+    settings = settings_with(tmp_path, after)
+    with served(settings) as server, engine_at(settings) as engine:
+        engine.fill()
+        assert engine.load().is_whole
+        assert engine.farthest() == 0.0
+        assert server.book.tiers[0].counters["hits"] == CHUNKS
+
+
 def test_a_coded_chunk_that_is_broken_is_a_miss(tmp_path: Path) -> None:
     """A byte of a frame has changed on the disk: the load ends before that chunk, which is gone
     everywhere; those before it are in place.
