@@ -323,7 +323,8 @@ def described(
             args["enable_prompt_tokens_details"] = True
         return {
             "engine": engine, "cpus": [[core]], "kv_cache_bytes": settings.kv_cache_bytes,
-            "env": env | more, "engine_args": args, "transfer": {"transport": settings.transport, "deadline_s": PATIENCE_S},
+            "env": env | more, "engine_args": args,
+            "transfer": {"transport": settings.transport, "deadline_s": PATIENCE_S},
         }  # fmt: skip
 
     return {
