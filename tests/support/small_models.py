@@ -17,6 +17,7 @@ from splitserve.orchestrator.engines.transformers.sampling import Sampling
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.engines.serving.engine import Sampled
+    from splitserve.orchestrator.engines.serving.scheduler import StepPlan
 
 VOCABULARY = 199
 LAYERS, HEADS, KV_HEADS, ITEMS = 3, 4, 2, 32
@@ -84,15 +85,15 @@ class Rig:
 
     async def step(self) -> dict[str, Sampled]:
         """One step; its new tokens."""
+        return (await self.planned_step())[1]
+
+    async def planned_step(self) -> tuple[StepPlan, dict[str, Sampled]]:
+        """One step and what it was."""
         plan = self.scheduler.schedule()
         sampled = dict(await self.engine._compute(plan))
         tokens = {name: new.token for name, new in sampled.items()}
-        self.scheduler.update(plan, tokens, self.scheduler_results())
-        return sampled
-
-    def scheduler_results(self) -> Any:
-        """Nothing was sent or received."""
-        return NoConnector().end_step()
+        self.scheduler.update(plan, tokens, NoConnector().end_step())
+        return plan, sampled
 
     async def finish(self) -> dict[str, list[Sampled]]:
         """All answers."""

@@ -60,6 +60,26 @@ async def test_a_prefix_in_the_pages_is_used(order: str) -> None:
         assert ([one.token for one in answers["after"]] == expected) is is_same, spoil
 
 
+async def test_answers_are_right_when_blocks_run_out() -> None:
+    """Requests lose their blocks to others in the middle of their answers, and begin again in pages
+    that others have left full: every answer is that of the request alone.
+    """
+    model = MODELS["llama"]
+    prompts = {f"r{n}": prompt(40 + n, 50 + n) for n in range(5)}
+    expected = {name: plain_answer(model, text, 30) for name, text in prompts.items()}
+    rig = Rig(model, blocks=9)
+    for name, text in prompts.items():
+        rig.add(name, text, 30)
+    preempted, found = 0, {name: list[int]() for name in prompts}
+    while rig.scheduler.has_work:
+        plan, sampled = await rig.planned_step()
+        preempted += len(plan.preempted)
+        for name, new in sampled.items():
+            found[name].append(new.token)
+    assert preempted > 0
+    assert found == expected
+
+
 async def test_layers_are_told_in_order() -> None:
     """Once each in a step that computes; their pages hold the step's tokens by then. A step without
     work tells nothing.
