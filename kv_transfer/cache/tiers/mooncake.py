@@ -191,7 +191,7 @@ class MooncakeTier:
             for index, (chunk, code) in enumerate(zip(group, codes, strict=True), start):
                 if chunk.key in self._removals or code < 0:
                     yield index, ReadOutcome.ABSENT
-                elif code == len(chunk.header) + len(chunk.body):
+                elif chunk.hold(code):
                     yield index, ReadOutcome.HIT
                 else:
                     broken.append(index)
