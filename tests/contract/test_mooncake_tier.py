@@ -366,6 +366,21 @@ def test_a_tier_that_only_reads_writes_nothing(master: Master) -> None:
     assert puts() == before
 
 
+def test_a_master_by_ipv6(free_port: Callable[[], int], tmp_path: Path) -> None:
+    """Its address has brackets in the URL, and chunks go both ways."""
+    master = Master(free_port, tmp_path, address="::1")
+    try:
+        master.add_owner(16)
+        tier = registry.create(master.tier_settings())
+        tier.check()
+        chunk = make_chunk(85)
+        assert tier.write([chunk.buffers]) == [WRITTEN]
+        assert read_all(tier, [chunk]) == [HIT]
+        tier.close()
+    finally:
+        master.close()
+
+
 def test_free_bytes_shrink(store: MooncakeStore) -> None:
     """By what is written."""
     before = store.tier.free_bytes()
