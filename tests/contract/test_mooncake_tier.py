@@ -19,6 +19,10 @@ from support.mooncake_store import LEASE_S, MIB, Bystander, Master, MooncakeStor
 from support.store_servers import POLL_S, START_DEADLINE_S
 
 from splitserve.kv_transfer.cache.arena import Arena
+from splitserve.kv_transfer.cache.chunk import Chunk as CacheChunk
+from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
+from splitserve.kv_transfer.cache.chunk_format import BadChunkError
+from splitserve.kv_transfer.cache.sealing import Sealer
 from splitserve.kv_transfer.cache.settings import TierSettings
 from splitserve.kv_transfer.cache.tiers import registry
 from splitserve.kv_transfer.cache.tiers.base import (
@@ -294,6 +298,28 @@ def test_a_chunk_that_is_read_is_not_replaced(store: MooncakeStore) -> None:
     assert store.bystander.get(store.name(first.key)) == first.content
     assert store.tier.write([second.buffers]) == [WRITTEN]
     assert store.bystander.get(store.name(first.key)) == first.content
+
+
+def test_what_the_store_holds_is_sealed(store: MooncakeStore) -> None:
+    """Whoever gets at it sees nothing of the KV, and what they change is no chunk any more."""
+    plain = make_chunk(75)
+    codec = ChunkCodec(Sealer(bytes(range(32))))
+    said = plain.header
+    described = CacheChunk(0, said.geometry, said.pieces, said.checksums, (), said.model)
+    header, body = codec.sealed(plain.key, b"", described, plain.buffers.body)
+    assert store.tier.write([ChunkBuffers(plain.key, header, body)]) == [WRITTEN]
+    content = store.bystander.get(store.name(plain.key))
+    assert content is not None
+    runs = {plain.content[at : at + 16] for at in range(HEADER_BYTES, len(plain.content), 16)}
+    assert not any(content[at : at + 16] in runs for at in range(0, len(content), 16))
+    buffers = empty_like(plain)
+    assert dict(store.tier.read([buffers])) == {0: HIT}
+    assert codec.opened(plain.key, 0, buffers.header, buffers.body).checksums == said.checksums
+    assert buffers.body == plain.buffers.body
+    store.put(plain.key, content[:-1] + bytes([content[-1] ^ 1]))
+    assert dict(store.tier.read([buffers])) == {0: HIT}
+    with pytest.raises(BadChunkError, match="seal"):
+        codec.opened(plain.key, 0, buffers.header, buffers.body)
 
 
 def test_a_full_store_is_an_outcome(free_port: Callable[[], int], tmp_path: Path) -> None:
