@@ -126,24 +126,24 @@ def test_bodies_may_be_shorter_where_the_reader_says_so(store: Store) -> None:
     whole ones takes them for broken, and nobody takes longer ones or a header alone.
     """
     full = make_chunk(1)
-    pages = [4096, 8192, len(full.buffers.body)]
-    for size in pages:
-        short = ChunkBuffers(full.key, full.buffers.header, full.buffers.body[:size])
-        assert store.tier.write([short]) == [WriteOutcome.WRITTEN]
-        room = empty_like(full)
-        room.may_be_shorter = True
+    header, body = full.buffers.header, full.buffers.body
+    keys = [bytes([number]) * 32 for number in range(5)]
+    for key, size in zip(keys, (4096, 8192, len(body)), strict=False):
+        assert store.tier.write([ChunkBuffers(key, header, body[:size])]) == [WriteOutcome.WRITTEN]
+        room = ChunkBuffers(key, new_header(), new_body(len(body)), may_be_shorter=True)
         assert list(store.tier.read([room])) == [(0, HIT)]
         assert room.body_bytes == size
-        assert bytes(room.header) == bytes(full.buffers.header)
-        assert bytes(room.found_body) == bytes(full.buffers.body[:size])
-    assert store.tier.write([ChunkBuffers(full.key, full.buffers.header, full.buffers.body[:4096])])
-    assert list(store.tier.read([empty_like(full)])) == [(0, BROKEN)]
-    assert store.tier.write([full.buffers]) == [WriteOutcome.WRITTEN]
-    small = ChunkBuffers(full.key, new_header(), new_body(8192), may_be_shorter=True)
+        assert bytes(room.header) == bytes(header)
+        assert bytes(room.found_body) == bytes(body[:size])
+    store.tier.write([ChunkBuffers(keys[3], header, body[:4096])])
+    store.tier.write([ChunkBuffers(keys[4], header, body)])
+    whole = ChunkBuffers(keys[3], new_header(), new_body(len(body)))
+    assert list(store.tier.read([whole])) == [(0, BROKEN)]
+    small = ChunkBuffers(keys[4], new_header(), new_body(8192), may_be_shorter=True)
     assert list(store.tier.read([small])) == [(0, BROKEN)]
-    room = empty_like(full)
-    room.may_be_shorter = True
-    assert list(store.tier.read([room])) == [(0, ABSENT)]
+    for key in keys[3:]:
+        room = ChunkBuffers(key, new_header(), new_body(len(body)), may_be_shorter=True)
+        assert list(store.tier.read([room])) == [(0, ABSENT)]
 
 
 @pytest.mark.parametrize("geometry", [PAGES, ODD], ids=["pages", "odd"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import socket
 import threading
 import time
 import urllib.request
@@ -40,16 +41,20 @@ class Master(StoreServer):
     more than loopback: Mooncake has no setting for those.
     """
 
-    def __init__(self, ports: Callable[[], int], folder: Path, *options: str) -> None:
+    def __init__(
+        self, ports: Callable[[], int], folder: Path, *options: str, address: str = "127.0.0.1"
+    ) -> None:
         self.admin_port = ports()
+        self.address = address
+        self.host = f"[{address}]" if ":" in address else address
         self.owners: list[StoreServer] = []
         self._ports, self._folder = ports, folder
         port = ports()
         command = [
             program("mooncake_master"),
-            "--rpc_address=127.0.0.1",
+            f"--rpc_address={address}",
             f"--rpc_port={port}",
-            "--metrics_host=127.0.0.1",
+            f"--metrics_host={address}",
             f"--metrics_port={self.admin_port}",
             f"--default_kv_lease_ttl={LEASE_S * 1000:.0f}ms",
             f"--client_ttl={OWNER_TTL_S}",
@@ -58,6 +63,13 @@ class Master(StoreServer):
             *options,
         ]
         super().__init__(command, port, folder / f"master-{port}.log")
+
+    def is_listening(self) -> bool:
+        try:
+            socket.create_connection((self.address, self.port), STOP_DEADLINE_S).close()
+        except OSError:
+            return False
+        return True
 
     def add_owner(self, megabytes: int) -> StoreServer:
         """A process that gives the store so much memory; it is mounted."""
@@ -68,7 +80,7 @@ class Master(StoreServer):
             program("mooncake_client"),
             "--host=127.0.0.1",
             f"--port={port}",
-            f"--master_server_address=127.0.0.1:{self.port}",
+            f"--master_server_address={self.host}:{self.port}",
             "--metadata_server=P2PHANDSHAKE",
             f"--global_segment_size={megabytes} MB",
         ]
@@ -89,14 +101,14 @@ class Master(StoreServer):
 
     def ask(self, path: str) -> str:
         """What the master says at its metrics port."""
-        url = f"http://127.0.0.1:{self.admin_port}/{path}"
+        url = f"http://{self.host}:{self.admin_port}/{path}"
         with urllib.request.urlopen(url, timeout=STOP_DEADLINE_S) as answer:
             return str(answer.read().decode())
 
     def tier_settings(self, **changes: Any) -> TierSettings:
         """Of a tier on this store; ``changes`` may have other ``options``."""
         options = {"admin_port": str(self.admin_port), **changes.pop("options", {})}
-        url = changes.pop("url", f"mooncake://127.0.0.1:{self.port}")
+        url = changes.pop("url", f"mooncake://{self.host}:{self.port}")
         return TierSettings(type="mooncake", url=url, options=options, **changes)
 
     def close(self) -> None:

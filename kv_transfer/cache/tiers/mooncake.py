@@ -122,7 +122,9 @@ class MooncakeTier:
         self._port = url.port or DEFAULT_PORT
         if not self._host or url.username or url.path.strip("/"):
             raise TierConfigError("url of the mooncake tier: it has to be mooncake://host:port")
-        self._shown = f"mooncake://{self._host}:{self._port}"
+        self._master = f"[{self._host}]" if ":" in self._host else self._host
+        self._master += f":{self._port}"
+        self._shown = f"mooncake://{self._master}"
         self._prefix = options.prefix.encode()
         self._capacity_bytes = settings.capacity_bytes
         self._only_reads = settings.admission == "never"
@@ -191,7 +193,7 @@ class MooncakeTier:
             for index, (chunk, code) in enumerate(zip(group, codes, strict=True), start):
                 if chunk.key in self._removals or code < 0:
                     yield index, ReadOutcome.ABSENT
-                elif code == len(chunk.header) + len(chunk.body):
+                elif chunk.hold(code):
                     yield index, ReadOutcome.HIT
                 else:
                     broken.append(index)
@@ -304,7 +306,7 @@ class MooncakeTier:
                 options.metadata,
                 options.protocol,
                 options.devices,
-                f"{self._host}:{self._port}",
+                self._master,
             ),
             lanes=options.concurrency,
             timeout_s=options.timeout_s,

@@ -150,16 +150,15 @@ class Lane:
         self._staging: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def get(self, names: Sequence[str], chunks: Sequence[ChunkBuffers]) -> list[int]:
-        """The store's codes (``Get``); chunks of the right size are in their buffers."""
+        """The store's codes (``Get``); chunks that their buffers ``hold`` are in them."""
         pieces = self._pieces(chunks)
-        codes = self.ask(Get(list(names), pieces))
+        codes = self.ask(Get(list(names), pieces, [chunk.may_be_shorter for chunk in chunks]))
         for chunk, places, code in zip(chunks, pieces, codes, strict=True):
-            if code == len(chunk.header) + len(chunk.body):
-                for view, (region, start, size) in zip(
-                    (chunk.header, chunk.body), places, strict=True
-                ):
+            if code > 0 and chunk.hold(code):
+                views = (chunk.header, chunk.found_body)
+                for view, (region, start, _) in zip(views, places, strict=True):
                     if region == self._region:
-                        np.copyto(_array(view), self._staging[start : start + size])
+                        np.copyto(_array(view), self._staging[start : start + len(view)])
         return codes
 
     def put(

@@ -62,12 +62,13 @@ class Share(msgspec.Struct, frozen=True, tag=True):
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Read objects, each into its pieces. Codes: sizes in bytes; one that is not the sum of its
-    pieces is that of an object which was not read.
+    """Read objects, each into its pieces; those that are ``flexible`` may end in the last one.
+    Codes: sizes in bytes; one that does not fit is that of an object which was not read.
     """
 
     names: list[str]
     pieces: list[list[Piece]]
+    flexible: list[bool]
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
@@ -128,8 +129,8 @@ class Client:
             case Share(region, size_bytes):
                 assert descriptor is not None
                 return Done([self._share(region, size_bytes, descriptor)])
-            case Get(names, pieces):
-                return Done(self._get(names, pieces))
+            case Get():
+                return Done(self._get(question))
             case Put():
                 return Done(self._put(question))
             case Exist(names):
@@ -161,14 +162,45 @@ class Client:
         code: int = self._store.register_buffer(address, size_bytes)
         return code
 
-    def _get(self, names: list[str], pieces: list[list[Piece]]) -> list[int]:
-        addresses, sizes = self._placed(pieces)
-        codes = list(self._store.batch_get_into_multi_buffers(names, addresses, sizes))
-        for index, code in enumerate(codes):
+    def _get(self, asked: Get) -> list[int]:
+        """The library reads into buffers of the object's very size only, so that of those which may
+        be shorter is asked for.
+        """
+        addresses, sizes = self._placed(asked.pieces)
+        codes = self._fit(asked, sizes)
+        ready = [index for index in range(len(asked.names)) if index not in codes]
+        read = self._store.batch_get_into_multi_buffers(
+            [asked.names[i] for i in ready],
+            [addresses[i] for i in ready],
+            [sizes[i] for i in ready],
+        )
+        for index, code in zip(ready, read, strict=True):
+            codes[index] = code
             if code in _SIZE_IN_DOUBT:
-                size = self._store.get_size(names[index])
+                size = self._store.get_size(asked.names[index])
                 if size >= 0 and size != sum(sizes[index]):
-                    codes[index] = size
+                    # One whose size was right a moment ago has been replaced: it is there next time
+                    codes[index] = NOT_FOUND if asked.flexible[index] else size
+        return [codes[index] for index in range(len(asked.names))]
+
+    def _fit(self, asked: Get, sizes: list[list[int]]) -> dict[int, int]:
+        """Sizes of flexible objects' pieces are those of the objects; returns the codes of those
+        that do not fit.
+        """
+        flexible = [index for index, is_so in enumerate(asked.flexible) if is_so]
+        codes: dict[int, int] = {}
+        if not flexible:
+            return codes
+        found = self._store.batch_get_replica_desc([asked.names[i] for i in flexible])
+        for index in flexible:
+            size = _size_of(found.get(asked.names[index], ()))
+            first, last = sum(sizes[index][:-1]), sizes[index][-1]
+            if size is None:
+                size = self._store.get_size(asked.names[index])
+            if first < size <= first + last:
+                sizes[index][-1] = size - first
+            else:
+                codes[index] = size
         return codes
 
     def _put(self, asked: Put) -> list[int]:
@@ -235,6 +267,14 @@ def offsets(sizes: Iterable[int]) -> list[int]:
         starts.append(end)
         end += size
     return starts
+
+
+def _size_of(replicas: Iterable[Any]) -> int | None:
+    """Bytes of an object with these descriptors; None when none of them is in memory."""
+    for replica in replicas:
+        if replica.is_memory_replica():
+            return int(replica.get_memory_descriptor().buffer_descriptor.size)
+    return None
 
 
 def hear_nobody() -> None:
