@@ -20,7 +20,7 @@ from support.ray_hosts import RayHosts
 from support.up_process import kill, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(180)
@@ -101,7 +101,9 @@ async def asking(url: str, at_a_time: int = 4) -> AsyncIterator[dict[str, int]]:
             is_over = True
 
 
-async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRay) -> None:
+async def test_a_cluster_lives_through_losses_and_an_interrupted_up(
+    on_ray: OnRay, summary: Callable[[str], None]
+) -> None:
     """`up` is killed while engines load: another one, on another machine, adopts what is there, and
     a third one with another YAML is refused. An agent, an engine, a whole host and the router are
     killed with -9 under load: answers are right or errors, in time, and all nodes come back, those
@@ -137,10 +139,12 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
         added = hosts.add()
         await on_ray.until(on_ray.is_whole)
         assert set(on_ray.addresses().values()) == {added, hosts.first}
+        lost_requests = counts["errors"]
         kill([on_ray.pid(" router ")])
         right = counts["right"]
         await on_ray.until(lambda: counts["right"] > right + 20)
-    assert counts["right"] > counts["errors"]
+    assert lost_requests <= counts["right"] / 20
+    summary(f"on Ray: {counts['right']} right answers, {lost_requests} errors by lost nodes")
     down = await asyncio.to_thread(on_ray.run, "down", on_ray.name)
     assert down.returncode == 0, down.stderr
     assert up.wait_for_end() == 0, up.output()
