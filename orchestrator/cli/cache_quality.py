@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from splitserve.kv_transfer.cache.codecs.names import CODED
+from splitserve.orchestrator.cli.cache_tables import wide_console
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
 from splitserve.orchestrator.config import load
 from splitserve.orchestrator.engines.transformers.findings import Measured
@@ -161,7 +161,7 @@ def show(measured: Measured, limit: float | None) -> None:
             f"{found.top1:.1%}",
             f"{found.ratio:.2f}",
         )
-    console = Console(markup=False)
+    console = wide_console()
     console.print(table)
     tokens = measured.codecs[0].tokens
     bound = "" if limit is None else f"; the limit is {limit:g} nats per token"

@@ -22,7 +22,7 @@ def size(count: int | None) -> str:
 
 def print_stat(stat: dict[str, Any]) -> None:
     """The arena, the tiers, who holds what, and who is connected."""
-    console = _console()
+    console = wide_console()
     arena = stat["arena"]
     lines = [
         f"cache server {stat['server']}, up for {stat['uptime_s']:.0f} s",
@@ -46,9 +46,9 @@ def print_stat(stat: dict[str, Any]) -> None:
 def print_quotas(tenants: list[dict[str, Any]]) -> None:
     """What each tenant holds and may hold."""
     if not tenants:
-        _console().print("no tenant holds anything, and there are no quotas", highlight=False)
+        wide_console().print("no tenant holds anything, and there are no quotas", highlight=False)
         return
-    _console().print(_tenants(tenants))
+    wide_console().print(_tenants(tenants))
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
@@ -89,7 +89,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _console() -> Console:
+def wide_console() -> Console:
     """Wide enough for whole rows where nobody reads along."""
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=200, markup=False)
