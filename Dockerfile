@@ -6,11 +6,11 @@
 # vLLM's wheels bring CUDA's libraries along; the host has the driver and NVIDIA's container toolkit.
 
 FROM python:3.11.11-slim-bookworm AS base
-# libnuma1: vLLM's CPU build links to it. g++: vLLM and Triton compile small kernels when they first run.
+# libnuma1: vLLM's CPU build links to it. libibverbs1: Mooncake's client does. g++: vLLM and Triton compile small kernels when they first run.
 # tini: is process 1, hands signals on and collects processes that nobody waits for.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends g++ libnuma1 tini \
+ && apt-get install --yes --no-install-recommends g++ libibverbs1 libnuma1 tini \
  && rm -rf /var/lib/apt/lists/* \
  && groupadd --gid 10001 splitserve \
  && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/splitserve splitserve \
@@ -34,7 +34,7 @@ RUN pip install "torch==${TORCH_CPU}" --extra-index-url https://download.pytorch
  && pip install --no-deps "nixl==${NIXL}" "nixl-cu12==${NIXL}" \
  && pip uninstall --yes torchvision torchaudio torchcodec
 COPY --from=wheel /wheels /wheels
-RUN pip install "splitserve[ucx,s3,tracing] @ file://$(echo /wheels/*.whl)"
+RUN pip install "splitserve[ucx,s3,mooncake,tracing] @ file://$(echo /wheels/*.whl)"
 USER 10001:10001
 WORKDIR /var/lib/splitserve
 ENTRYPOINT ["tini", "--", "splitserve"]
@@ -45,7 +45,7 @@ ARG NIXL=1.5.1
 RUN pip install "vllm==${VLLM}" \
  && pip install "nixl==${NIXL}" "nixl-cu13==${NIXL}"
 COPY --from=wheel /wheels /wheels
-RUN pip install "splitserve[ucx,s3,tracing] @ file://$(echo /wheels/*.whl)"
+RUN pip install "splitserve[ucx,s3,mooncake,tracing] @ file://$(echo /wheels/*.whl)"
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

@@ -1,4 +1,4 @@
-"""From what a router says of its requests (``router/recordings.py``) to the lines of a trace.
+"""From what routers say of their requests (``router/recordings.py``) to the lines of a trace.
 
 A line can be written when its request has ended and no earlier one is open. Its blocks are numbered
 by first appearance, so the file holds no digest. Marks lie at places of the text and blocks at
@@ -44,6 +44,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
 class Began(msgspec.Struct, frozen=True, tag="began", tag_field="event"):
     """The router listens to this recorder."""
 
+    at_s: float
+
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", tag_field="event"):
     """The recorder was too slow for so many lines."""
@@ -74,6 +76,8 @@ class TraceLines:
         self._open: dict[str, _Open] = {}
         """In the order of arrival."""
         self._began_s: float | None = None
+        self._latest_ms = 0
+        """Timestamp of the latest line: what another router tells late is not dated back."""
 
     @property
     def open_requests(self) -> int:
@@ -123,9 +127,11 @@ class TraceLines:
         if self._began_s is None:
             self._began_s = arrived.at_s
         digests = bytes.fromhex(arrived.marks)
+        at_ms = round((arrived.at_s - self._began_s) * 1000)
+        self._latest_ms = max(self._latest_ms, at_ms)
         return {
             # Whole milliseconds, as others' tools expect
-            "timestamp": round((arrived.at_s - self._began_s) * 1000),
+            "timestamp": self._latest_ms,
             "input_length": ended.input_tokens,
             "output_length": max(0, output),
             "hash_ids": self._blocks.of(digests, arrived.prompt_bytes, ended.input_tokens),

@@ -12,7 +12,7 @@ content alone, wherever it is. ``splitserve record`` writes this form.
 *Azure* CSV (https://github.com/Azure/AzurePublicDataset): a header with the columns ``TIMESTAMP``
 (ISO 8601), ``ContextTokens`` and ``GeneratedTokens``; others are passed over. It knows no blocks.
 
-*The log of a router* (``router/request_log.py``): its lines with ``"event":"request"``, brought
+*The log of a router* (``router/request_records.py``): its lines with ``"event":"request"``, brought
 into the order of arrival. It knows no blocks. A request that was not answered counts with the
 answer that it allowed; without such a limit it is left out.
 """

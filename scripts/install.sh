@@ -30,7 +30,7 @@ main() {
   interpreter=$(interpreter_identity)
   once environment "$interpreter $PWD $engine" make_environment
   echo "$engine" >"$VENV/.engine"
-  once system-packages "$engine redis-server promtool" install_system_packages "$engine"
+  once system-packages "$engine redis-server libibverbs1 promtool" install_system_packages "$engine"
   once browser chromium begin_browser
   once engine "$engine $VLLM $NIXL $TORCH_CPU" "install_engine_$engine"
   once project "$(cat pyproject.toml)" install_project
@@ -99,11 +99,22 @@ install_system_packages() {
 # What only tests need is not worth an error where it cannot be installed.
 install_test_programs() {
   install_promtool
+  install_verbs
   if command -v redis-server >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     debian_packages redis-server "for the tests of the cache"
   else
     say "note: 'redis-server' is missing; the tests of the cache's redis tier need it"
+  fi
+}
+
+# Mooncake's client and master link to it, whatever network they use.
+install_verbs() {
+  if has_library libibverbs.so.1; then return; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    debian_packages "libibverbs1 libnuma1" "for the tests of the cache"
+  else
+    say "note: 'libibverbs1' is missing; the cache's mooncake tier and its tests need it"
   fi
 }
 
@@ -168,7 +179,7 @@ install_engine_cuda() {
 
 install_engine_none() { say "  no engine (SPLITSERVE_ENGINE=none): only the mock engine can be started"; }
 
-install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,tracing]'; }
+install_project() { step "splitserve and its development tools" pip install -e '.[dev,ucx,s3,mooncake,tracing,ray]'; }
 
 # --- how steps run ---------------------------------------------------------------------------------------------------
 

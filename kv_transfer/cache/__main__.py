@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from splitserve.kernels.compiled_quantise import warm_up
+from splitserve.kernels.quantise import NUMBERS
 from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
+from splitserve.kv_transfer.cache.codecs.names import RAW
 from splitserve.kv_transfer.cache.server import CacheServer
 from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
 from splitserve.kv_transfer.cache.tiers.base import Tier, TierConfigError, TierError
@@ -40,6 +43,7 @@ def serve(path: Path, environ: Mapping[str, str]) -> int:
         settings = msgspec.json.decode(path.read_bytes(), type=CacheSettings)
         codec = ChunkCodec(_sealer(settings, environ))
         tiers = [_tier(tier) for tier in settings.tiers if tier.type != "cpu"]
+        _warm_up_codecs(settings)
         server = CacheServer(settings, tiers, codec)
     except (TierConfigError, msgspec.DecodeError, ValueError, OSError) as error:
         logger.error("the cache server cannot start: %s", error)
@@ -49,6 +53,15 @@ def serve(path: Path, environ: Mapping[str, str]) -> int:
     logger.info("serving on %s", settings.socket_path)
     server.run()
     return 0
+
+
+def _warm_up_codecs(settings: CacheSettings) -> None:
+    """Codecs are tried on the first chunks: no look-up waits then for the compiler, which holds up
+    the whole process.
+    """
+    if any(tier.type != "cpu" and tier.codec != RAW for tier in settings.tiers):
+        for number in NUMBERS:
+            warm_up(number)
 
 
 def _tier(settings: TierSettings) -> Tier:

@@ -15,6 +15,8 @@ import os
 import threading
 from heapq import heapify, heappop, heappush
 
+from splitserve.kv_transfer.cache.tiers.base import SharedMemory
+
 TOUCH_STEP_BYTES = 8 << 20
 PAGE_BYTES = mmap.PAGESIZE
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
@@ -61,6 +63,11 @@ class Arena:
         self._stopping = False
         self._failure: OSError | None = None
         self._toucher = threading.Thread(target=self._touch_all, name="arena-touch", daemon=True)
+
+    @property
+    def shared(self) -> SharedMemory:
+        """All of it, for processes that tiers start."""
+        return SharedMemory(self.descriptor, self.memory.address, self.size_bytes)
 
     def start(self) -> None:
         """The memory is being touched."""

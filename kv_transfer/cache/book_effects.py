@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from splitserve.kv_transfer.cache.codecs.names import RAW
+
 if TYPE_CHECKING:
     from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.kv_transfer.cache.messages import FromServer
 
 
@@ -39,6 +42,10 @@ class WriteChunk(NamedTuple):
     key: bytes
     parent: bytes
     chunk: Chunk
+    codec: CodecName = RAW
+    """How a chunk that is not coded yet is to be stored."""
+    trials: tuple[CodecName, ...] = ()
+    """Codecs that are to be measured on it."""
 
 
 class RemoveChunks(NamedTuple):

@@ -34,6 +34,7 @@ from splitserve.kv_transfer.cache.save_book import SaveBook, Writer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from splitserve.kv_transfer.cache.chunk_coding import Trial
     from splitserve.kv_transfer.cache.settings import CacheSettings
     from splitserve.kv_transfer.cache.tier_book import TierBook
 
@@ -124,6 +125,7 @@ class CacheBook:
             server=self.server,
             size_bytes=self.arena.arena.size_bytes,
             tiers=("cpu", *(tier.name for tier in self.tiers)),
+            is_coded=any(tier.codecs.can_code for tier in self.tiers),
             refusal=refusal,
         )
 
@@ -140,10 +142,9 @@ class CacheBook:
 
     def lookup(self, client: int, message: Lookup, now: float) -> list[Effect]:
         """How many leading chunks are there, and where."""
-        keys = JoinedKeys(message.keys)
+        keys, found = JoinedKeys(message.keys), bytearray()
         self.counters["lookups"] += 1
         self.counters["chunks_asked"] += len(keys)
-        found = bytearray()
         self._walk(keys, found, now)
         shared = [t for t in self.tiers if t.index is None and t.is_usable]
         if len(found) == len(keys) or not shared:
@@ -177,8 +178,7 @@ class CacheBook:
         """A worker wants to read chunks. Raises ``ValueError`` before any engine has come."""
         if self.geometry is None:
             raise ValueError("chunks are opened before a hello")
-        keys = split_keys(message.keys)
-        until = now + message.limit_s
+        keys, until = split_keys(message.keys), now + message.limit_s
         return self.loads.open(client, message.load_id, keys, until, now) + self._take_late()
 
     def close(self, client: int, message: CloseChunks, now: float) -> list[Effect]:
@@ -210,9 +210,8 @@ class CacheBook:
         writer = self.writers.get(client)
         if writer is None:
             raise ValueError("only a worker may commit")
-        effects: list[Effect] = []
-        for entry in self.saves.commit(client, writer.rank, message, now):
-            effects += self._stored(entry)
+        whole = self.saves.commit(client, writer.rank, message, now)
+        effects = [effect for entry in whole for effect in self._stored(entry)]
         return effects + self.loads.feed(now) + self._take_late()
 
     # -- tiers ---------------------------------------------------------------------------------
@@ -226,9 +225,10 @@ class CacheBook:
         now: float,
         *,
         has_failed: bool = False,
+        size_bytes: int = 0,
     ) -> list[Effect]:
-        """A tier has brought a chunk, or did not have it (whole), or has failed: then it may still
-        have it.
+        """A tier has brought a chunk (of that size, as it is stored), or did not have it (whole),
+        or has failed: then it may still have it.
         """
         book = self._by_number[tier]
         if chunk is None:
@@ -238,13 +238,21 @@ class CacheBook:
                 self.unmark([key])
         else:
             book.counters["hits"] += 1
-            size = chunk.geometry.chunk_bytes
+            size = size_bytes or chunk.geometry.chunk_bytes
             book.counters["read_bytes"] += size
             book.health.read(size, elapsed_s)
         return self.loads.was_read(key, chunk, now) + self._take_late()
 
-    def was_written(self, tier: int, key: bytes, outcome: str, now: float) -> list[Effect]:
-        """A tier has taken a chunk (``written``), has no room (``full``) or ``failed``."""
+    def was_written(
+        self,
+        tier: int,
+        key: bytes,
+        outcome: str,
+        now: float,
+        size_bytes: int = 0,
+        trials: Sequence[Trial] = (),
+    ) -> list[Effect]:
+        """As ``TierBook.written``."""
         entry = self._writing.pop((tier, key), None)
         if entry is not None:
             self.arena.release(entry)
@@ -253,7 +261,8 @@ class CacheBook:
             self.arena.departed(departing.value)
         written = entry or departing
         parent = written.parent_key if written is not None else b""
-        effects = self._by_number[tier].written(key, parent, outcome, now)
+        book = self._by_number[tier]
+        effects = book.written(key, parent, outcome, now, size_bytes, trials)
         self.unmark([key])
         return effects + self.loads.feed(now) + self._take_late()
 
@@ -281,9 +290,7 @@ class CacheBook:
     def remove(self, key: bytes) -> list[Effect]:
         """The chunk is in no tier any more."""
         self.arena.drop(key)
-        effects: list[Effect] = []
-        for tier in self.tiers:
-            effects.append(tier.remove([key]))
+        effects: list[Effect] = [tier.remove([key]) for tier in self.tiers]
         self.unmark([key])
         return effects
 
@@ -444,12 +451,7 @@ class CacheBook:
             asked -= hits
             self.hits[number] += hits
             self.misses[number] += asked
-        speeds = (
-            TierSpeed(0.0, 0.0),
-            *tuple(
-                TierSpeed(tier.health.latency_s, tier.health.bytes_per_s) for tier in self.tiers
-            ),
-        )
+        speeds = (TierSpeed(0.0, 0.0), *(tier.speed for tier in self.tiers))
         return Send(client, Found(lookup_id=lookup_id, tiers=bytes(found), speeds=speeds))
 
     def _used(self, entry: ArenaEntry) -> list[Effect]:

@@ -12,24 +12,31 @@ The body is ``[layers, blocks, heads, slice_bytes]``; each layer has one checksu
 ``p`` of a layer is heads ``[p * heads / pieces, (p + 1) * heads / pieces)`` of every block, in the
 order of blocks, hashed as one stream: what one tensor-parallel rank of the writer has written.
 
+The body of a coded chunk is one frame per layer (``codecs/base.py``), one after the other, then
+zeros up to a whole number of pages; each frame has one checksum.
+
 A header that does not fit together, or a body that does not fit its header, is ``BadChunkError``,
 whatever bytes it is made of: to the cache it is a miss.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from typing import Literal
 
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from splitserve.kv_transfer.cache.codecs.names import CodecName
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.keys import FORMAT_VERSION, KEY_BYTES
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
 MAGIC = b"SPLITKV\n"
 CHECKSUM_BYTES = 8
+LENGTH_BYTES = 4
+PAGE_BYTES = 4096
+"""Coded bodies are a whole number of these, so that disks take them past the page cache."""
 _FRONT = struct.Struct("<8sII")
 _END = HEADER_BYTES - CHECKSUM_BYTES
 CONTENT_LIMIT_BYTES = _END - _FRONT.size
@@ -63,8 +70,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
     parent: bytes = b""
     """Key of the chunk before it; empty at a prompt's beginning."""
-    codec: Literal["raw"] = "raw"
-    """How the body is coded: as the writer's pages are."""
+    codec: CodecName = "raw"
+    """How the body is coded; ``raw``: as the writer's pages are."""
+    frames: bytes = b""
+    """Of a coded body: the length of each layer's frame, uint32, little-endian."""
     tenant: str = ""
     """Tag of the tenant whose bytes these are."""
     seal: Seal | None = None
@@ -79,6 +88,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("pieces divide the heads")
         if len(self.checksums) != self.geometry.layers * self.pieces * CHECKSUM_BYTES:
             raise ValueError("each piece of each layer has a checksum")
+        if self.codec == "raw":
+            if self.frames:
+                raise ValueError("a chunk that is not coded has no frames")
+        elif self.pieces != 1 or len(self.frames) != self.geometry.layers * LENGTH_BYTES:
+            raise ValueError("a coded chunk is one piece, with a frame for each layer")
+        elif self.body_bytes > self.geometry.chunk_bytes:
+            raise ValueError("a coded chunk is no larger than what it was made of")
+
+    @property
+    def body_bytes(self) -> int:
+        """What follows the header."""
+        return self.geometry.chunk_bytes if self.codec == "raw" else framed_bytes(self.frames)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -151,14 +172,34 @@ def verify_body(header: Header, body: memoryview) -> None:
     """
     if header.seal is not None:
         raise ValueError("the checksums of a sealed chunk are encrypted")
-    geometry = header.geometry
-    if len(body) != geometry.chunk_bytes:
-        raise BadChunkError(f"torn: {len(body)} bytes instead of {geometry.chunk_bytes}")
-    found = body_checksums(body, geometry, header.pieces)
+    if len(body) != header.body_bytes:
+        raise BadChunkError(f"torn: {len(body)} bytes instead of {header.body_bytes}")
+    if header.codec == "raw":
+        found = body_checksums(body, header.geometry, header.pieces)
+    else:
+        found = b"".join(checksum_of(body[s:e]) for s, e in frame_places(header.frames))
     if found != header.checksums:
         of_layer = header.pieces * CHECKSUM_BYTES
         wrong = next(i for i in range(len(found)) if found[i] != header.checksums[i]) // of_layer
         raise BadChunkError(f"layer {wrong} does not fit its checksum")
+
+
+def frame_places(frames: bytes) -> list[tuple[int, int]]:
+    """Where each frame begins and ends."""
+    lengths = struct.unpack(f"<{len(frames) // LENGTH_BYTES}I", frames)
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+
+def framed_bytes(frames: bytes) -> int:
+    """What a coded body with these frames takes."""
+    places = frame_places(frames)
+    used = places[-1][1] if places else 0
+    return -(-used // PAGE_BYTES) * PAGE_BYTES
+
+
+def checksum_of(data: memoryview | bytes) -> bytes:
+    """xxh3-64, eight bytes, little-endian."""
+    return _number(xxh3_64_intdigest(data))
 
 
 def _piece_checksum(layer: memoryview, geometry: ChunkGeometry, pieces: int, piece: int) -> int:

@@ -135,6 +135,8 @@ class TierStat(msgspec.Struct, frozen=True, kw_only=True):
     broken_removed: int = 0
     waiting_bytes: int = 0
     """Chunks that wait to be written."""
+    codec: str = "raw"
+    """How new chunks are coded: as configured, or what ``auto`` has chosen."""
     latency_s: float | None = None
     """Measured; None before anything was read."""
     bytes_per_s: float | None = None

@@ -146,6 +146,7 @@ def _tier(book: CacheBook, tier: TierBook) -> TierStat:
         errors=counters["errors"],
         broken_removed=counters["broken"],
         waiting_bytes=tier.waiting_bytes,
+        codec=tier.codec,
         latency_s=health.latency_s if health.has_answered else None,
         bytes_per_s=health.bytes_per_s if health.has_delivered else None,
     )

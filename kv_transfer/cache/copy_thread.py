@@ -323,6 +323,8 @@ class CacheThread:
         self._connection = connection
         self._receiver = packets.Receiver(connection, self._decoder)
         self._loads.counters["connections"] += 1
+        if greeting.is_coded:
+            self._loads.expect_coded()
         logger.info("the cache of this host has an arena of %d bytes", greeting.size_bytes)
 
     def _disconnect(self, reason: str) -> None:

@@ -33,6 +33,8 @@ class ChunkGeometry(msgspec.Struct, frozen=True):
     channels outermost, then all values token by token; ``amx``: packed for its tiles
     (``kernels/page_formats.py``); other names are opaque.
     """
+    number: str = ""
+    """What one number is (``kernels/quantise.NUMBERS``); others, and empty, have no codec."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for what cannot be: a geometry may come from a file."""

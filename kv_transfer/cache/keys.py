@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, overload
 import msgspec
 from blake3 import blake3
 
+from splitserve.kv_transfer.cache.codecs.names import RAW
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -26,7 +28,7 @@ KEY_BYTES = 32
 TAG_BYTES = 8
 NO_TENANT = bytes(TAG_BYTES)
 HASH_BYTES = KEY_BYTES - TAG_BYTES
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of keys and chunks; another one finds nothing that this one has stored."""
 LAYOUT_VALUES = frozenset({"block_size", "kv_layout", "attention_isa", "device", "tokenizer"})
 """Values of an engine's fingerprint that say how KV lies in memory, or how text becomes tokens: a
@@ -45,10 +47,15 @@ class Media(msgspec.Struct, frozen=True):
     length: int
 
 
-def model_digest(fingerprint: Mapping[str, str], chunk_tokens: int) -> bytes:
-    """32 bytes that stand for the model and the size of chunks."""
+def model_digest(fingerprint: Mapping[str, str], chunk_tokens: int, codec: str = RAW) -> bytes:
+    """32 bytes that stand for the model, the size of chunks and what codecs lose of them.
+
+    ``codec`` is ``codecs.names.worst_of`` the cache's tiers: a cache that keeps KV to the bit never
+    finds what was lossy, nor what was computed behind it.
+    """
     values = sorted((k, v) for k, v in fingerprint.items() if k not in LAYOUT_VALUES)
-    return blake3(_encode(("splitserve chunk", FORMAT_VERSION, chunk_tokens, values))).digest()
+    what = ("splitserve chunk", FORMAT_VERSION, chunk_tokens, codec, values)
+    return blake3(_encode(what)).digest()
 
 
 def root_key(model: bytes, tenant: bytes, salt: str, adapter: str) -> bytes:

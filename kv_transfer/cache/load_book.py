@@ -29,7 +29,7 @@ NOBODY = -1
 READING_SLOTS_SHARE = 4
 """One in so many slots may be read into: a tier that hangs does not get all of them."""
 READY_CHUNK_BYTES = 320
-"""At most, of a chunk in a message, besides its checksums."""
+"""At most, of a chunk in a message, besides its checksums and frames."""
 
 
 @dataclass(eq=False)
@@ -377,7 +377,7 @@ class LoadBook:
 def _parts(ready: list[ReadyChunk]) -> Iterator[list[ReadyChunk]]:
     """As many chunks at a time as one message takes."""
     if ready:
-        each = READY_CHUNK_BYTES + max(len(chunk.checksums) for chunk in ready)
+        each = READY_CHUNK_BYTES + max(len(c.checksums) + len(c.frames) for c in ready)
         count = max(1, CHUNKS_LIMIT_BYTES // each)
         yield from (ready[start : start + count] for start in range(0, len(ready), count))
 
@@ -390,4 +390,6 @@ def _ready(index: int, entry: ArenaEntry) -> ReadyChunk:
         geometry=chunk.geometry,
         pieces=chunk.pieces,
         checksums=chunk.checksums,
+        codec=chunk.codec,
+        frames=chunk.frames,
     )

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import msgspec
 
+from splitserve.kv_transfer.cache.codecs.names import RAW, CodecName
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MESSAGE_LIMIT_BYTES = 160 * 1024
 KEYS_LIMIT = 4_096
 """Keys of one message; longer prompts are looked up as far as that."""
@@ -118,6 +119,8 @@ class Arena(msgspec.Struct, frozen=True, kw_only=True, tag="arena"):
     """New for each life of the server."""
     size_bytes: int
     tiers: tuple[str, ...]
+    is_coded: bool = False
+    """Whether chunks may come coded from some tier."""
     refusal: str = ""
     """Why this engine cannot use the cache; empty when it can."""
 
@@ -127,6 +130,7 @@ class TierSpeed(msgspec.Struct, frozen=True):
 
     latency_s: float
     bytes_per_s: float
+    """Counted as KV lies in pages, decoding included."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
@@ -148,7 +152,12 @@ class ReadyChunk(msgspec.Struct, frozen=True):
     pieces: int
     """Tensor-parallel ranks that wrote it: as many equal runs of heads."""
     checksums: bytes
-    """xxh3-64 per layer and piece: ``[layers, pieces]``, eight bytes each, little-endian."""
+    """xxh3-64 per layer and piece: ``[layers, pieces]``, eight bytes each, little-endian; of a
+    coded chunk one per frame.
+    """
+    codec: CodecName = RAW
+    frames: bytes = b""
+    """Of a coded chunk: the length of each layer's frame, uint32, little-endian."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

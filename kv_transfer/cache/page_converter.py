@@ -49,21 +49,32 @@ class PageConverter:
         """As ``PageCopier.load``, for a chunk that ``can_load``: False when its checksums do not
         fit.
         """
-        source, target = page_format(chunk.geometry), page_format(self._geometry)
+        source = page_format(chunk.geometry)
         assert source is not None
-        assert target is not None
         for layer in range(self._layout.layers):
             pages = _chunk_layer(arena, chunk, layer)
             if not self._is_whole(pages, chunk, layer):
                 return False
-            own, memory = pages[:, self._heads], self._memory(layer)
-            if first_block:
-                # The engine may have the beginning of what is one block in the chunk.
-                own = convert_pages(own, source, target)[first_block:]
-                scatter_pages(own, target, memory, block_ids, target)
-            else:
-                scatter_pages(own, source, memory, block_ids, target)
+            self.scatter(pages[:, self._heads], source, layer, first_block, block_ids)
         return True
+
+    def scatter(
+        self,
+        own: Bytes,
+        source: PageFormat,
+        layer: int,
+        first_block: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        """The pages of a layer hold this rank's heads of a chunk, from ``first_block`` on."""
+        target, memory = page_format(self._geometry), self._memory(layer)
+        assert target is not None
+        if first_block:
+            # The engine may have the beginning of what is one block in the chunk.
+            own = convert_pages(own, source, target)[first_block:]
+            scatter_pages(own, target, memory, block_ids, target)
+        else:
+            scatter_pages(own, source, memory, block_ids, target)
 
     def _is_whole(self, pages: Bytes, chunk: ReadyChunk, layer: int) -> bool:
         """Whether the pieces that this rank's heads are in fit their checksums."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64
 
+from splitserve.kv_transfer.cache.codecs.names import RAW
+from splitserve.kv_transfer.cache.coded_loader import CodedLoader
 from splitserve.kv_transfer.cache.page_converter import PageConverter
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Copied(enum.Enum):
 
     WHOLE = "whole"
     BROKEN = "broken"
-    """Its checksums do not fit: the pages hold anything."""
+    """Its checksums or frames do not fit: the pages hold anything."""
     FOREIGN = "foreign"
     """Nobody here knows how its bytes are ordered."""
 
@@ -61,6 +63,7 @@ class PageCopier:
         assert layout.head_bytes == geometry.slice_bytes, (layout, geometry)
         self._layout = layout
         self._converter = PageConverter(layout, geometry)
+        self.coded = CodedLoader(layout, geometry, self._converter)
         self.geometry = geometry
 
     @property
@@ -74,7 +77,11 @@ class PageCopier:
         """The chunk's blocks (of this engine's size) from ``first_block`` on are in the pages
         ``block_ids``, unless something is wrong with it.
         """
-        if chunk.geometry == self.geometry:
+        if chunk.codec != RAW:
+            if not self.coded.can_load(chunk.geometry):
+                return Copied.FOREIGN
+            is_whole = self.coded.load(arena, chunk, first_block, block_ids)
+        elif chunk.geometry == self.geometry:
             is_whole = self._load(arena, chunk, first_block, block_ids)
         elif self._converter.can_load(chunk.geometry):
             is_whole = self._converter.load(arena, chunk, first_block, block_ids)

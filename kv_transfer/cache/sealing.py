@@ -66,8 +66,8 @@ class Sealer:
         name, key = self._of(header.tenant)
         if header.seal.secret != name:
             raise BadChunkError("sealed with another secret")
-        if len(body) != header.geometry.chunk_bytes:
-            raise BadChunkError(f"torn: {len(body)} of {header.geometry.chunk_bytes} bytes")
+        if len(body) != header.body_bytes:
+            raise BadChunkError(f"torn: {len(body)} of {header.body_bytes} bytes")
         try:
             mode = modes.GCM(header.seal.nonce, header.seal.tag)
             decryptor = Cipher(algorithms.AES(key), mode).decryptor()

@@ -95,6 +95,8 @@ class CacheServer:
         size = cpu.capacity_bytes if cpu is not None else settings.staging_bytes
         assert size is not None
         self.arena = Arena(size)
+        for tier in tiers:
+            tier.use_memory(self.arena.shared)
         self._write_limit_bytes = min(
             settings.write_queue_limit_bytes,
             size // (WRITING_SHARE * max(1, len(tiers))),
@@ -263,10 +265,12 @@ class CacheServer:
                     book.was_broken(tier)
                 return book.was_read(
                     tier, result.key, result.chunk, result.elapsed_s, now,
-                    has_failed=result.has_failed,
+                    has_failed=result.has_failed, size_bytes=result.size_bytes,
                 )  # fmt: skip
             case jobs.WasWritten():
-                return book.was_written(tier, result.key, result.outcome, now)
+                return book.was_written(
+                    tier, result.key, result.outcome, now, result.size_bytes, result.trials
+                )
             case jobs.Failed():
                 if book.tier_failed(tier, result.reason, now):
                     name = book.tiers[tier - 1].name
@@ -293,8 +297,11 @@ class CacheServer:
                 case WriteChunk():
                     body = self._slot(effect.chunk.offset, self.book.chunk_bytes)
                     self._workers[effect.tier].write(
-                        jobs.WriteJob(effect.key, effect.parent, effect.chunk, body)
-                    )
+                        jobs.WriteJob(
+                            effect.key, effect.parent, effect.chunk, body, effect.codec,
+                            effect.trials,
+                        )
+                    )  # fmt: skip
                 case RemoveChunks():
                     self._workers[effect.tier].remove(effect.keys, effect.clear_id)
                     self.book.unmark(effect.keys)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from splitserve.kv_transfer.cache.codecs.names import CodecName
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -19,9 +21,9 @@ CACHE_SECRET_ENV = "SPLITSERVE_CACHE_SECRET"
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier."""
 
-    type: Literal["cpu", "disk", "redis", "s3"]
+    type: Literal["cpu", "disk", "redis", "mooncake", "s3"]
     capacity_bytes: int | None = None
-    """None: the store's own limit (redis, s3)."""
+    """None: the store's own limit (redis, mooncake, s3)."""
     eviction: Literal["lru", "s3fifo"] = "s3fifo"
     ttl_s: float | None = None
     admission: Literal["always", "second_use", "never"] = "always"
@@ -29,10 +31,14 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is read only).
     """
     url: str = ""
-    """``redis://``, ``rediss://``, ``s3://``, ``gs://``, ``az://`` or ``file://`` (an object store
-    in a folder); of a disk tier its folder. Credentials come from the environment.
+    """``redis://``, ``rediss://``, ``mooncake://``, ``s3://``, ``gs://``, ``az://`` or ``file://``
+    (an object store in a folder); of a disk tier its folder. Credentials come from the environment.
     """
     options: dict[str, str] = {}
+    codec: CodecName | Literal["auto"] = "raw"
+    """How chunks of this tier are coded."""
+    auto_codecs: tuple[CodecName, ...] = ("bf16z",)
+    """Those among which ``auto`` may choose."""
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +64,8 @@ class CacheClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     socket_path: str
     chunk_tokens: int
+    key_codec: CodecName = "raw"
+    """The codec of its tiers that loses most: part of every key (``codecs.names.worst_of``)."""
     lookup_timeout_s: float = 0.25
     """How long a request waits for the answer to its look-up before it is computed."""
     load_timeout_s: float = 30.0

@@ -8,8 +8,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from splitserve.kv_transfer.cache.book_effects import Effect, RemoveChunks, WriteChunk
+from splitserve.kv_transfer.cache.codec_choice import CodecChoice
+from splitserve.kv_transfer.cache.codecs.names import RAW
 from splitserve.kv_transfer.cache.index import TierIndex
 from splitserve.kv_transfer.cache.keys import tenant_of
+from splitserve.kv_transfer.cache.messages import TierSpeed
 from splitserve.kv_transfer.cache.tier_health import TierHealth
 from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.kv_transfer.cache.chunk import Chunk
+    from splitserve.kv_transfer.cache.chunk_coding import Trial
+    from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.kv_transfer.cache.settings import TierSettings
 
 UNBOUNDED_BYTES = 1 << 62
@@ -45,6 +50,7 @@ class TierBook:
         """As in the configuration (``settings.tier_names``)."""
         self.health = TierHealth(is_remote=not is_exclusive)
         self.counters: Counter[str] = Counter()
+        self.codecs = CodecChoice(settings.codec, settings.auto_codecs)
         self._capacity_bytes = settings.capacity_bytes or UNBOUNDED_BYTES
         self.index: TierIndex[None] | None = (
             TierIndex(self._capacity_bytes, settings.eviction, settings.ttl_s, quotas)
@@ -111,9 +117,14 @@ class TierBook:
         return not held_bytes or held_bytes + chunk_bytes <= self._write_limit_bytes
 
     def write(self, key: bytes, parent: bytes, chunk: Chunk) -> WriteChunk | None:
-        """The order to write a chunk; None when the tier does not take it now."""
+        """The order to write a chunk; None when the tier does not take it now, or not a chunk that
+        has lost so much.
+        """
         size_bytes = HEADER_BYTES + chunk.geometry.chunk_bytes
         if not self.is_usable or self.has(key):
+            return None
+        if not self.codecs.takes(chunk.codec):
+            self.counters["writes_too_lossy"] += 1
             return None
         if not self.can_queue(chunk.geometry.chunk_bytes):
             self.counters["writes_shed"] += 1
@@ -122,11 +133,46 @@ class TierBook:
             self.counters["writes_over_quota"] += 1
             return None
         self.writing[key] = size_bytes
-        return WriteChunk(self.number, key, parent, chunk)
+        if chunk.codec != RAW:
+            return WriteChunk(self.number, key, parent, chunk)
+        return WriteChunk(self.number, key, parent, chunk, self.codec, self.codecs.to_try())
 
-    def written(self, key: bytes, parent: bytes, outcome: str, now: float) -> list[Effect]:
-        """A write has ended: ``written``, ``full`` or ``failed``."""
+    @property
+    def codec(self) -> CodecName:
+        """What a new chunk that comes now is coded by."""
+        return self.codecs.choose(self._link_bytes_per_s)
+
+    @property
+    def _link_bytes_per_s(self) -> float | None:
+        return self.health.bytes_per_s if self.health.has_delivered else None
+
+    @property
+    def speed(self) -> TierSpeed:
+        """What loading from here is believed to take."""
+        rate = self.codecs.load_bytes_per_s(
+            self.health.bytes_per_s, is_measured=self.health.has_delivered
+        )
+        return TierSpeed(self.health.latency_s, rate)
+
+    def written(
+        self,
+        key: bytes,
+        parent: bytes,
+        outcome: str,
+        now: float,
+        size_bytes: int = 0,
+        trials: Sequence[Trial] = (),
+    ) -> list[Effect]:
+        """A write has ended: ``written``, ``full`` or ``failed``; of a chunk that was coded its
+        size as it is stored. Codecs may have been measured on it.
+        """
+        for trial in trials:
+            self.codecs.tried(trial)
         size = self.writing.pop(key)
+        if size_bytes and size_bytes < size:
+            self.counters["coded_chunks"] += 1
+            self.counters["bytes_saved_by_codec"] += size - size_bytes
+            size = size_bytes
         self.counters[f"writes_{outcome}"] += 1
         if outcome != "written":
             self._void.discard(key)

@@ -15,6 +15,8 @@ WEIGHT = 0.25
 """Of a new measurement in the average."""
 START_BYTES_PER_S = 500e6
 """What a tier is believed to give before it was measured."""
+TOGETHER_S = 50e-6
+"""A chunk that comes so soon after another one has come with it, out of one call to the store."""
 
 
 class TierHealth:
@@ -27,6 +29,10 @@ class TierHealth:
         """Whether the latency was ever measured."""
         self.has_delivered = False
         """Whether the rate was."""
+        self._together_bytes = 0
+        self._together_s = 0.0
+        self._before = START_BYTES_PER_S
+        """Average without the chunks that came together last."""
         self.is_open = False
         """The tier is not to be asked."""
         self.last_error = ""
@@ -43,10 +49,16 @@ class TierHealth:
         self._succeeded()
 
     def read(self, size_bytes: int, elapsed_s: float) -> None:
-        """The tier has delivered chunks."""
-        rate = size_bytes / max(elapsed_s - self.latency_s, elapsed_s / 2, 1e-6)
+        """The tier has delivered a chunk. Those that came together are one measurement."""
+        if elapsed_s >= TOGETHER_S:
+            self._together_bytes, self._together_s = 0, 0.0
+            self._before = self.bytes_per_s
+        self._together_bytes += size_bytes
+        self._together_s += elapsed_s
+        took_s = max(self._together_s - self.latency_s, self._together_s / 2, 1e-6)
+        rate = self._together_bytes / took_s
         self.has_delivered = True
-        self.bytes_per_s += WEIGHT * (rate - self.bytes_per_s)
+        self.bytes_per_s = self._before + WEIGHT * (rate - self._before)
         self._succeeded()
 
     def wrote(self) -> None:

@@ -18,7 +18,9 @@ from queue import Empty, Queue
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
+from splitserve.kv_transfer.cache.chunk_coding import try_codec
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
+from splitserve.kv_transfer.cache.codecs.names import RAW
 from splitserve.kv_transfer.cache.tiers.base import (
     ChunkBuffers,
     ReadOutcome,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from splitserve.kv_transfer.cache.chunk import Chunk
     from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
+    from splitserve.kv_transfer.cache.chunk_coding import Trial
+    from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.kv_transfer.cache.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -63,6 +67,8 @@ class WasRead(NamedTuple):
     was_broken: bool = False
     has_failed: bool = False
     """The tier could not be used: it may have the chunk."""
+    size_bytes: int = 0
+    """Of its body, as it is stored."""
 
 
 class WasWritten(NamedTuple):
@@ -70,6 +76,9 @@ class WasWritten(NamedTuple):
 
     key: bytes
     outcome: str
+    size_bytes: int = 0
+    """What it takes in the tier."""
+    trials: tuple[Trial, ...] = ()
 
 
 class Failed(NamedTuple):
@@ -108,6 +117,10 @@ class WriteJob(NamedTuple):
     parent: bytes
     chunk: Chunk
     body: memoryview
+    codec: CodecName = RAW
+    """How a chunk that is not coded yet is to be stored."""
+    trials: tuple[CodecName, ...] = ()
+    """Codecs to measure on it."""
 
 
 Result = Asked | WasRead | WasWritten | Failed | Probed | Cleared
@@ -267,7 +280,7 @@ class TierWorkers:
     def _do_read(self, batch: list[ReadJob]) -> None:
         headers = [new_header() for _ in batch]
         buffers = [
-            ChunkBuffers(job.key, header, job.body)
+            ChunkBuffers(job.key, header, job.body, may_be_shorter=True)
             for job, header in zip(batch, headers, strict=True)
         ]
         left = set(range(len(batch)))
@@ -289,17 +302,19 @@ class TierWorkers:
         if outcome is not ReadOutcome.HIT:
             return WasRead(job.key, None, elapsed_s, outcome is ReadOutcome.BROKEN)
         try:
-            chunk = self._codec.opened(job.key, job.offset, buffers.header, buffers.body)
+            chunk = self._codec.opened(
+                job.key, job.offset, buffers.header, buffers.found_body, len(job.body)
+            )
         except BadChunkError as error:
             logger.warning("%s", error)
             with suppress(TierError):  # It is a miss now, and will be found broken again.
                 self._tier.remove([job.key])
             return WasRead(job.key, None, elapsed_s, True)
-        return WasRead(job.key, chunk, elapsed_s)
+        return WasRead(job.key, chunk, elapsed_s, size_bytes=buffers.body_bytes)
 
     def _do_write(self, job: WriteJob) -> None:
         try:
-            header, body = self._codec.sealed(job.key, job.parent, job.chunk, job.body)
+            header, body = self._codec.sealed(job.key, job.parent, job.chunk, job.body, job.codec)
             outcome = self._tier.write([ChunkBuffers(job.key, header, body)])[0]
         except TierError as error:
             self._done(Failed(str(error)), WasWritten(job.key, "failed"))
@@ -308,7 +323,15 @@ class TierWorkers:
             logger.warning("not written: %s", error)
             self._done(WasWritten(job.key, "refused"))
             return
-        self._done(WasWritten(job.key, "full" if outcome is WriteOutcome.FULL else "written"))
+        found = [try_codec(name, job.chunk, job.body) for name in job.trials]
+        self._done(
+            WasWritten(
+                job.key,
+                "full" if outcome is WriteOutcome.FULL else "written",
+                len(header) + len(body),
+                tuple(trial for trial in found if trial is not None),
+            )
+        )
 
     def _do_remove(self, keys: Sequence[bytes]) -> None:
         try:

@@ -52,6 +52,10 @@ class WorkerLoads:
         self._ended: list[Loaded] = []
         self.counters: defaultdict[str, float] = defaultdict(float)
 
+    def expect_coded(self) -> None:
+        """Chunks may come coded: the first one does not wait for a compiler."""
+        self._copier.coded.warm_up()
+
     def begin(self, order: LoadOrder, now: float, *, is_there: bool) -> OpenChunks | None:
         """A request waits for chunks. The question to the server, None when there is none."""
         chunks = len(order.keys) // KEY_BYTES

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from splitserve.orchestrator.agent.run import run
-from splitserve.orchestrator.config import cluster_secret, load_resolved, node, router_url
+from splitserve.orchestrator.config import cluster_secret, load_resolved, node, router_urls
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
         node(config, arguments.node),
         model=arguments.model,
         secret=cluster_secret(os.environ),
-        router_url=router_url(config),
+        router_urls=router_urls(config),
         run_dir=arguments.config.parent,
     )
 

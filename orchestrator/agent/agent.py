@@ -1,4 +1,4 @@
-"""The process beside one engine: starts it, watches it, reports it to the router, obeys the router,
+"""The process beside one engine: starts it, watches it, reports it to the routers, obeys them,
 restarts it.
 
 Each start of the engine is a *life* with an incarnation id of its own. A life ends when every
@@ -29,8 +29,8 @@ from splitserve.orchestrator.agent.engine_http import EngineHttp
 from splitserve.orchestrator.agent.engine_log import EngineLog, likely_cause
 from splitserve.orchestrator.agent.engine_process import EngineProcess, engine_environment
 from splitserve.orchestrator.agent.health import Health
+from splitserve.orchestrator.agent.last_life import LastLife
 from splitserve.orchestrator.agent.life import Life
-from splitserve.orchestrator.agent.link import RouterLink
 from splitserve.orchestrator.agent.messages import (
     AgentHello,
     Dismiss,
@@ -41,6 +41,7 @@ from splitserve.orchestrator.agent.messages import (
     NodeState,
     RefuseNode,
     SetRole,
+    TellLoad,
     ToAgent,
     Welcome,
 )
@@ -56,16 +57,21 @@ from splitserve.orchestrator.agent.readiness import (
 )
 from splitserve.orchestrator.agent.report_task import report_task
 from splitserve.orchestrator.agent.restart_budget import RestartBudget
-from splitserve.orchestrator.agent.status_file import NodeStatus, last_role, write_status
+from splitserve.orchestrator.agent.routers import Routers, SeenRouter
+from splitserve.orchestrator.agent.status_file import (
+    NodeStatus,
+    last_role_order,
+    with_life,
+    write_status,
+)
 from splitserve.orchestrator.agent.transfer_reports import TransferReports
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.engines.command import engine_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from splitserve.kv_transfer.engine_endpoint import EngineStatus
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
     from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
@@ -92,31 +98,30 @@ class Agent:
         *,
         model: str,
         secret: bytes,
-        router_url: str,
+        router_urls: Sequence[str],
         run_dir: Path,
         log_dir: Path,
         connect_endpoint: Callable[[str, bytes], Endpoint],
         spans: TransferSpans | None = None,
     ) -> None:
         self.node = node
-        self.role = last_role(run_dir, node.name) or node.pool
+        role, self.role_epoch = last_role_order(run_dir, node.name)
+        self.role = role or node.pool
         self.phase = "loading"
         self._config = config
         self._flip_obstacle = flip_obstacle(config)
         self._model = model
         self._secret = secret
         self._run_dir = run_dir
+        self._last_life = LastLife(run_dir, node.name)
         self._secret_path = run_dir / f"{node.name}.secret"
         self._log_path = log_dir / f"{node.name}.log"
         self._connect_endpoint = connect_endpoint
-        self._link = RouterLink(router_url, secret, self._on_message, tls=config.security.tls)
+        self._routers = Routers(router_urls, secret, self._on_message, tls=config.security.tls)
         self._budget = RestartBudget.of(config.supervision)
         self._restarts = 0
         self._has_served = False
         self._life: Life | None = None
-        self._refused = ""
-        self._answered = ""
-        """The incarnation that the router has said something of: that it uses it, or why not."""
         self._can_write_status = True
         self._died: EngineDied | None = None
         self._stop = asyncio.Event()
@@ -125,8 +130,8 @@ class Agent:
         self._leaving: asyncio.Future[None] | None = None
         self.relay = OrderRelay()
         """An engine that does not answer holds up only what waits here."""
-        self._prefixes = PrefixReports(node.name, self._link)
-        self._transfers = TransferReports(node.name, self._link, spans)
+        self._prefixes = PrefixReports(node.name, self._routers)
+        self._transfers = TransferReports(node.name, self._routers, spans)
         self._spans = spans
 
     def stop(self) -> None:
@@ -135,7 +140,7 @@ class Agent:
         ``stop_timeout_s`` to end.
         """
         life = self._life
-        serves = life is not None and life.endpoint is not None and self._link.connected
+        serves = life is not None and life.endpoint is not None and self._routers.connected
         if life is None or not serves or self._leaving is not None:
             self._stop.set()
             return
@@ -148,28 +153,27 @@ class Agent:
     def health(self) -> Health:
         """What a supervisor's probes are told."""
         has_started = self._has_served or (self._life is not None and self._life.was_ready)
-        return Health.of(has_started, self.phase, self._is_known, self._refused)
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether there is a router, and it has said whether it uses this engine."""
-        life = self._life
-        return self._link.connected and life is not None and self._answered == life.incarnation
+        is_used = self._routers.any_uses(self._life)
+        refused = "" if is_used else self._routers.refused
+        return Health.of(has_started, self.phase, is_used, refused)
 
     async def _leave(self) -> None:
         """The drain has an end, and nobody is waited for who is gone."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.supervision.drain_timeout_s):
-                await self._link.lost()
+                await self._routers.lost()
         self._stop.set()
 
     async def run(self) -> int:
         """Returns an exit status when the node has ended; nothing of the engine lives then."""
-        link = asyncio.create_task(self._link.run())
-        link.add_done_callback(self._on_link_ended)
+        links = asyncio.create_task(self._routers.run())
+        links.add_done_callback(self._on_links_ended)
         relay = asyncio.create_task(self.relay.run())
         try:
-            self._report_previous_life()
+            if (missed := self._last_life.unreported()) is not None:
+                self._has_served = True
+                self._routers.died(missed)
+                self._last_life.end()
             while True:
                 life = await self._live()
                 self._has_served |= life.was_ready
@@ -194,7 +198,7 @@ class Agent:
             self._secret_path.unlink(missing_ok=True)
             if self._leaving is not None:
                 self._leaving.cancel()
-            await self._end(link)
+            await self._end(links)
 
     def _stopped(self) -> int:
         """A node that somebody has stopped stays away until it is asked back, as after a drain."""
@@ -202,12 +206,12 @@ class Agent:
             self._set_phase("left")
         return self._exit_status
 
-    def _on_link_ended(self, link: asyncio.Task[None]) -> None:
-        """The link runs for ever; when it fails the node cannot be told anything, so it ends."""
+    def _on_links_ended(self, links: asyncio.Task[None]) -> None:
+        """Links run for ever; when one fails the node cannot be told anything, so it ends."""
         if self._is_ending:
             return
-        cause = None if link.cancelled() else link.exception()
-        _log.error("the link to the router failed", exc_info=cause)
+        cause = None if links.cancelled() else links.exception()
+        _log.error("a link to a router failed", exc_info=cause)
         self._exit_status = EXIT_FAULT
         self._stop.set()
 
@@ -222,7 +226,7 @@ class Agent:
         await asyncio.wait((watch, gone, stop, life.end), return_when=asyncio.FIRST_COMPLETED)
         verdict = ""
         if life.end.done():
-            verdict = f"the router ended it: {life.end.result()}"
+            verdict = f"a router ended it: {life.end.result()}"
         elif watch.done() and not watch.cancelled():
             verdict = self._verdict_of(watch)
         watch.cancel()
@@ -250,24 +254,23 @@ class Agent:
         command = engine_command(self._config, self.node, self._model, incarnation)
         log = EngineLog(self._log_path, hide=(self._secret.hex(), api_key))
         log.note(f"start of {incarnation}: {' '.join(command.argv)}")
-        self._note(incarnation)
+        self._last_life.begin(incarnation)
         environ = engine_environment(
             self._config, self.node.name, self._secret_path, self._secret, api_key
         )
         engine = EngineProcess.start(command, environ, self.node.cpus, log, self._on_stage)
-        return Life(incarnation, api_key, time.monotonic(), engine, warm_up=command.warm_up)
-
-    def _note(self, incarnation: str) -> None:
-        """For the agent after this one; a full disk must not keep the node away."""
-        try:
-            self._incarnation_path().write_text(incarnation)
-        except OSError as error:
-            self._incarnation_path().unlink(missing_ok=True)
-            _log.error("cannot note the incarnation %s: %s", incarnation, error)
+        return Life(
+            self.node.name,
+            incarnation,
+            api_key,
+            time.monotonic(),
+            engine,
+            warm_up=command.warm_up,
+        )
 
     async def _watch(self, life: Life) -> str:
         """Wait for readiness, then report state twice a second. Returns why the engine must be
-        ended; "" when the router has dismissed it.
+        ended; "" when the routers have dismissed it.
         """
         limit = self.node.settings.startup_timeout_s
         progress = asyncio.create_task(self._report_progress())
@@ -294,7 +297,8 @@ class Agent:
         described = describe(
             self._config, self.node, life, description, self._flip_obstacle, adapters
         )
-        self._link.hello(AgentHello(description=described, role=self.role))
+        hello = AgentHello(description=described, role=self.role, role_epoch=self.role_epoch)
+        self._routers.hello(hello, life)
         self._set_phase("ready")
         reports = []
         if description.reports_prefixes:
@@ -318,8 +322,8 @@ class Agent:
         silence_limit = self._config.supervision.engine_silence_limit_s
         life.last_answer = time.monotonic()
         while True:
-            # What is asked after it says what the router's last leg has left
-            dismissal = life.dismissal
+            # What is asked after it says what the routers' last leg has left
+            dismissal = self._routers.dismissal(life)
             try:
                 status = await answer_of(endpoint.status())
             except ENDPOINT_ERRORS:
@@ -329,8 +333,8 @@ class Agent:
                         f"{silence_limit:.0f} s"
                     )
             else:
-                life.last_answer = time.monotonic()
-                self._report(status)
+                life.last_answer, life.latest = time.monotonic(), status
+                self._report()
                 life.owed_nothing = dismissal is not None and status.owes_nothing
             if dismissal is not None and (dismissal.at_once or life.owed_nothing):
                 life.is_dismissed = True
@@ -340,8 +344,8 @@ class Agent:
     def _bury(self, life: Life, exit_status: int, verdict: str) -> None:
         """Nothing of this life is left: say so."""
         self._life = None
-        self._link.hello(None)
-        self._incarnation_path().unlink(missing_ok=True)
+        self._routers.hello(None, None)
+        self._last_life.end()
         lines = life.engine.log.story()
         cause = verdict or likely_cause(lines, exit_status)
         if life.is_dismissed:
@@ -357,46 +361,28 @@ class Agent:
             was_ordered=life.is_dismissed,
             owed_nothing=life.owed_nothing,
         )
-        self._link.died(self._died)
+        self._routers.died(self._died)
         self._set_phase("dead", life)
 
-    def _report_previous_life(self) -> None:
-        """An agent that died took its engine with it; say so for the incarnation it had noted."""
-        path = self._incarnation_path()
-        if not path.exists():
-            return
-        self._has_served = True
-        self._link.died(
-            EngineDied(
-                node=self.node.name,
-                incarnation=path.read_text().strip(),
-                exit_status=137,
-                likely_cause="its agent died, and the engine with it",
-                last_lines=(),
-            )
-        )
-        path.unlink()
-
-    async def _on_message(self, message: ToAgent) -> None:
-        """Obey the router."""
+    async def _on_message(self, router: SeenRouter, message: ToAgent) -> None:
+        """Obey that router."""
         life = self._life
-        if isinstance(message, Welcome | RefuseNode):
-            self._answered = life.incarnation if life is not None else ""
         match message:
             case Welcome():
-                self._refused = ""
+                self._routers.heard(router, message, life)
                 self._prefixes.welcome()
             case RefuseNode(reason=reason):
-                self._refused = reason
-                _log.error("the router will not use %s: %s", self.node.name, reason)
-            case SetRole(role=role):
-                self.role = role
-                self._link.set_role(role)
+                self._routers.heard(router, message, life)
+                _log.error("a router will not use %s: %s", self.node.name, reason)
+            case TellLoad():
+                self._routers.load(router, message, life)
+            case SetRole():
+                self._take_role(message)
             case Drain() if life is not None and life.incarnation == message.incarnation:
                 life.drain = message
                 self._set_phase("draining")
             case Dismiss() if life is not None and life.incarnation == message.incarnation:
-                life.dismissal = message
+                life.dismissals[router.number] = message
             case EndEngine(incarnation=incarnation, reason=reason):
                 if life is not None and life.incarnation == incarnation and not life.end.done():
                     _log.warning("killing the engine %s: %s", incarnation, reason)
@@ -406,85 +392,83 @@ class Agent:
             case _:
                 _log.debug("nothing to do for %r: no engine is ready", message)
 
+    def _take_role(self, order: SetRole) -> None:
+        """The first order of a number is obeyed; all routers are told what the role is now, the one
+        whose order came too late included.
+        """
+        if order.epoch > self.role_epoch:
+            self.role, self.role_epoch = order.role, order.epoch
+            self._routers.set_role(order.role, order.epoch)
+        elif order.role != self.role:
+            _log.info(
+                "order %d to take the role %s came too late: %s is a %s node by order %d",
+                order.epoch,
+                order.role,
+                self.node.name,
+                self.role,
+                self.role_epoch,
+            )
+        self._report()
+
     def _set_phase(self, phase: str, life: Life | None = None) -> None:
         self.phase = phase
-        self._report(None, life)
+        self._report(life)
 
     def _on_stage(self) -> None:
         life = self._life
         if life is None or life.was_ready:
             return
         elapsed = time.monotonic() - life.started
-        self._link.fresh(
+        self._routers.fresh(
             LoadingProgress(node=self.node.name, stage=life.engine.log.stage, elapsed_s=elapsed)
         )
-        self._write_status(None, life)
+        self._write_status(life)
 
-    def _report(self, status: EngineStatus | None, life: Life | None = None) -> None:
+    def _report(self, life: Life | None = None) -> None:
         """Send and write the state of ``life`` (default: the one that runs)."""
         life = life or self._life
-        self._write_status(status, life)
+        self._write_status(life)
         if life is None:
             return
-        told = structs.asdict(status) if status is not None else {}
+        told = structs.asdict(life.latest) if life.latest is not None else {}
         if told and self._spans is not None:
             counts = structs.asdict(self._spans.counts)
             told["counters"] |= {f"traces_{name}": float(n) for name, n in counts.items()}
-        self._link.fresh(NodeState(
+        self._routers.fresh(NodeState(
             node=self.node.name,
             incarnation=life.incarnation,
             phase=self.phase,
             role=self.role,
+            role_epoch=self.role_epoch,
+            restarts=life.drain is not None and life.drain.restarts,
             **told,
         ))  # fmt: skip
 
-    def _write_status(self, status: EngineStatus | None, life: Life | None) -> None:
+    def _write_status(self, life: Life | None) -> None:
         """For ``status``; a full disk must not end a healthy engine."""
+        told = NodeStatus(
+            node=self.node.name,
+            phase=self.phase,
+            role=self.role,
+            role_epoch=self.role_epoch,
+            pool=self.node.pool,
+            flip_obstacle=self._flip_obstacle,
+            agent_pid=os.getpid(),
+            engine_url=self.node.engine_url,
+            log_path=str(self._log_path),
+            restarts=self._restarts,
+            router_connected=self._routers.all_know(life),
+            refused=self._routers.refused,
+        )
         died = self._died if self.phase in ("dead", "failed") else None
-        if not self._link.connected:
-            self._answered = ""
         try:
-            self._write_status_file(status, life, died)
+            write_status(self._run_dir, with_life(told, life, died))
         except OSError as error:
             if self._can_write_status:
                 _log.error("cannot write the status of %s: %s", self.node.name, error)
             self._can_write_status = False
         else:
             self._can_write_status = True
-
-    def _write_status_file(
-        self, status: EngineStatus | None, life: Life | None, died: EngineDied | None
-    ) -> None:
-        write_status(
-            self._run_dir,
-            NodeStatus(
-                node=self.node.name,
-                phase=self.phase,
-                role=self.role,
-                pool=self.node.pool,
-                flip_obstacle=self._flip_obstacle,
-                stage=life.engine.log.stage if life is not None else "",
-                elapsed_s=round(time.monotonic() - life.started, 1) if life is not None else 0.0,
-                incarnation=life.incarnation if life is not None else "",
-                agent_pid=os.getpid(),
-                engine_url=self.node.engine_url,
-                log_path=str(self._log_path),
-                restarts=self._restarts,
-                router_connected=self._is_known,
-                refused=self._refused,
-                running=status.running if status is not None else 0,
-                waiting=status.waiting if status is not None else 0,
-                free_blocks=status.free_blocks if status is not None else 0,
-                total_blocks=status.total_blocks if status is not None else 0,
-                quarantined_blocks=status.quarantined_blocks if status is not None else 0,
-                exit_status=died.exit_status if died is not None else None,
-                likely_cause=died.likely_cause if died is not None else "",
-                last_lines=died.last_lines if died is not None else (),
-            ),
-        )
-
-    def _incarnation_path(self) -> Path:
-        return self._run_dir / f"{self.node.name}.incarnation"
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -493,9 +477,9 @@ class Agent:
         except TimeoutError:
             return
 
-    async def _end(self, link: asyncio.Task[None]) -> None:
-        """Give the last reports a moment to leave, then close the link."""
+    async def _end(self, links: asyncio.Task[None]) -> None:
+        """Give the last reports a moment to leave, then close the links."""
         self._is_ending = True
-        await self._link.flush(_FLUSH_S)
-        link.cancel()
-        await asyncio.gather(link, return_exceptions=True)
+        await self._routers.flush(_FLUSH_S)
+        links.cancel()
+        await asyncio.gather(links, return_exceptions=True)

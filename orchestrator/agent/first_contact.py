@@ -1,4 +1,4 @@
-"""Asks the router, before an engine is started for minutes, whether it would take this machine's
+"""Asks the routers, before an engine is started for minutes, whether they would take this machine's
 agents.
 """
 
@@ -15,6 +15,7 @@ from splitserve.orchestrator.agent.link import PATH, agent_headers, obstacle_of
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Sequence
 
 LIMIT_S = 5.0
 CLOCK_SKEW_LIMIT_S = 3.0
@@ -25,6 +26,16 @@ class RouterRefusesError(Exception):
     """The router would not take this agent whatever its engine does; the message says why and what
     to do.
     """
+
+
+async def ask_routers(
+    router_urls: Sequence[str], secret: bytes, tls: ssl.SSLContext | None
+) -> list[str]:
+    """What ``ask_router`` says of each of them, asked at the same time. Raises
+    ``RouterRefusesError`` when one refuses.
+    """
+    answers = await asyncio.gather(*(ask_router(url, secret, tls) for url in router_urls))
+    return list(dict.fromkeys(line for lines in answers for line in lines))
 
 
 async def ask_router(router_url: str, secret: bytes, tls: ssl.SSLContext | None) -> list[str]:

@@ -31,6 +31,7 @@ from splitserve.orchestrator.agent.messages import (
     NodePrefixes,
     NodeState,
     NodeTransfers,
+    OtherRouters,
     Role,
     ToAgent,
 )
@@ -72,10 +73,12 @@ class RouterLink:
         on_message: Callable[[ToAgent], Awaitable[None]],
         *,
         tls: TlsConfig | None = None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tls`` is how an ``https`` router is verified. Raises ``ConfigError`` for files that
-        cannot be used.
+        """``tls`` is how an ``https`` router is verified; ``on_lost`` is called when a connection
+        has ended. Raises ``ConfigError`` for files that cannot be used.
         """
+        self._on_lost = on_lost
         self._tls = client_context(tls)
         self._said = ""
         """What the log told last of a connection that could not be had."""
@@ -91,6 +94,7 @@ class RouterLink:
         self._told: deque[EngineDied] = deque(maxlen=_DEATHS_LIMIT)
         """Told already; the next connection may lead to a router that does not know them."""
         self._fresh: NodeState | LoadingProgress | None = None
+        self._others: OtherRouters | None = None
         self._prefixes: deque[NodePrefixes] = deque()
         self._transfers: deque[NodeTransfers] = deque(maxlen=_TRANSFERS_LIMIT_FRAMES)
         self._wake = asyncio.Event()
@@ -112,10 +116,10 @@ class RouterLink:
         self._hello_sent = False
         self._wake.set()
 
-    def set_role(self, role: Role) -> None:
-        """Hellos on later connections say so; the router of this one knows."""
+    def set_role(self, role: Role, epoch: int) -> None:
+        """Hellos on later connections say so; this one's router hears it with the next state."""
         if self._hello is not None:
-            self._hello = structs.replace(self._hello, role=role)
+            self._hello = structs.replace(self._hello, role=role, role_epoch=epoch)
 
     def died(self, report: EngineDied) -> None:
         """An engine's processes are proven gone; told now and after each reconnect."""
@@ -126,6 +130,11 @@ class RouterLink:
     def fresh(self, frame: NodeState | LoadingProgress) -> None:
         """The newest state; replaces one that has not been sent."""
         self._fresh = frame
+        self._wake.set()
+
+    def others(self, frame: OtherRouters) -> None:
+        """What the other routers have placed; replaces what has not been sent."""
+        self._others = frame
         self._wake.set()
 
     @property
@@ -174,7 +183,9 @@ class RouterLink:
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     self._tell_once(error)
                 finally:
-                    self._connection_lost.set()
+                    if self.connected:
+                        self._connection_lost.set()
+                        self._on_lost()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, _RETRY_LIMIT_S)
 
@@ -193,7 +204,7 @@ class RouterLink:
         """Speak until the connection ends."""
         self._connection_lost.clear()
         self._hello_sent = False
-        self._fresh = None
+        self._fresh = self._others = None
         self._prefixes.clear()
         self._transfers.clear()
         self._deaths.extendleft(reversed(self._told))
@@ -234,6 +245,9 @@ class RouterLink:
                 if self._fresh is not None:
                     frame, self._fresh = self._fresh, None
                     await self._send(socket, frame)
+                if self._others is not None:
+                    others, self._others = self._others, None
+                    await self._send(socket, others)
                 while self._transfers:
                     await self._send(socket, self._transfers.popleft())
                 while self._prefixes:

@@ -80,6 +80,8 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     description: NodeDescription
     role: Role
+    role_epoch: int = 0
+    """Number of the order that gave it this role; 0: it has had none."""
     unix_s: float = 0.0
     """The machine's clock when this was sent; 0 when it does not say."""
 
@@ -93,6 +95,10 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """``loading``, ``ready``, ``draining`` or ``dead``."""
     role: Role = ""
     """What the agent takes its node's role to be; empty when it does not say."""
+    role_epoch: int = 0
+    """Number of the order that gave it this role."""
+    restarts: bool = False
+    """While ``draining``: another engine follows."""
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0
@@ -154,6 +160,42 @@ class LoadingProgress(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
     elapsed_s: float
 
 
+class RouterLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one router has placed on a node and not taken back."""
+
+    prefill_legs: int = 0
+    prefill_tokens: int = 0
+    """Estimated prompt tokens of those legs that have to be computed."""
+    decode_legs: int = 0
+    own_prompt_tokens: int = 0
+    """Estimated prompt tokens that its decode legs compute on the node themselves."""
+    committed_blocks: int = 0
+    waiting_tokens: int = 0
+    """Tokens, prompt and answer, of the request that has waited longest there for room on nodes; 0
+    when none waits.
+    """
+
+
+class OtherRouter(msgspec.Struct, frozen=True, kw_only=True):
+    """Another router, as an agent knows it."""
+
+    name: str
+    index: int
+    load: RouterLoad
+
+
+class OtherRouters(msgspec.Struct, frozen=True, kw_only=True, tag="other_routers"):
+    """What the other routers that are connected have placed on the node. Said when a router comes
+    or goes, and when one has told its load; that one hears it too, as an answer.
+    """
+
+    node: str
+    incarnation: str
+    others: tuple[OtherRouter, ...]
+    seen: RouterLoad
+    """What the router that reads this has told last."""
+
+
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     """The engine's processes are proven gone: nothing of that incarnation can write any more."""
 
@@ -168,13 +210,24 @@ class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     """And nobody needed anything that it had."""
 
 
-FromAgent = AgentHello | NodeState | NodePrefixes | NodeTransfers | LoadingProgress | EngineDied
+FromAgent = (
+    AgentHello
+    | NodeState
+    | NodePrefixes
+    | NodeTransfers
+    | LoadingProgress
+    | OtherRouters
+    | EngineDied
+)
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """The router accepted the node."""
 
     router: str
+    """Its name: ids of its requests have it in them. Another one for each start of a router."""
+    index: int = 0
+    """Its number among the routers of the cluster."""
 
 
 class RefuseNode(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_node"):
@@ -184,9 +237,27 @@ class RefuseNode(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_node"):
 
 
 class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
-    """New work of this node is of another role from now on."""
+    """New work of this node is of another role from now on, unless the agent has obeyed an order
+    with the same or a higher number before: then another router was faster, and its order stands.
+    """
 
     role: Role
+    epoch: int
+    """One more than that of the order whose role this one changes."""
+
+
+def is_of(request_id: str, router: str) -> bool:
+    """Whether the router of that name gave the id, of a request or a transfer."""
+    return f"{router}-" in request_id
+
+
+class TellLoad(msgspec.Struct, frozen=True, kw_only=True, tag="tell_load"):
+    """For the other routers: what this one has placed on the node; answered with
+    ``OtherRouters``.
+    """
+
+    incarnation: str
+    load: RouterLoad
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
@@ -244,6 +315,7 @@ ToAgent = (
     Welcome
     | RefuseNode
     | SetRole
+    | TellLoad
     | Drain
     | Dismiss
     | FailTransfer

@@ -1,8 +1,9 @@
-"""What the engine's prefix cache has, on its way to the router.
+"""What the engine's prefix cache has, on its way to the routers.
 
-The engine is asked for what has changed since its last answer, so every answer has to reach the
-router. Where one may be lost (the engine did not answer in time, the connection to the router
-broke), and for every router that welcomes the node, the engine is asked to begin again.
+The engine is asked for what has changed since its last answer, so every answer has to reach every
+router that is connected. Where one may be lost (the engine did not answer in time, a connection
+broke), and for every router that welcomes the node, the engine is asked to begin again, for all of
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from splitserve.orchestrator.agent.messages import NodePrefixes
 from splitserve.orchestrator.agent.readiness import ENDPOINT_ERRORS, Endpoint, answer_of
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.agent.link import RouterLink
+    from splitserve.orchestrator.agent.routers import Routers
 
 _log = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ ASK_INTERVAL_S = 0.25
 class PrefixReports:
     """The reports of one node, one life of its engine after another."""
 
-    def __init__(self, node: str, link: RouterLink) -> None:
+    def __init__(self, node: str, routers: Routers) -> None:
         self._node = node
-        self._link = link
+        self._routers = routers
         self._is_welcome = False
         self._from_start = True
 
@@ -47,14 +48,14 @@ class PrefixReports:
             await asyncio.sleep(ASK_INTERVAL_S)
 
     async def _relay(self, endpoint: Endpoint, incarnation: str) -> None:
-        """Until there is nothing more to say, or the link to the router is full."""
-        if not self._link.connected:
+        """Until there is nothing more to say, or the link to a router is full."""
+        if not self._routers.connected:
             self._is_welcome = False
-        while self._is_welcome and self._link.can_take_prefixes:
+        while self._is_welcome and self._routers.can_take_prefixes:
             from_start, self._from_start = self._from_start, False
             report = await answer_of(endpoint.prefixes(from_start=from_start))
             if report != NOTHING_HELD:
-                self._link.prefixes(
+                self._routers.prefixes(
                     NodePrefixes(
                         node=self._node,
                         incarnation=incarnation,

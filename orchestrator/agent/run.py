@@ -15,6 +15,8 @@ from splitserve.orchestrator.agent.processes import become_subreaper
 from splitserve.orchestrator.config import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
 
 _log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ def run(
     *,
     model: str,
     secret: bytes,
-    router_url: str,
+    router_urls: Sequence[str],
     run_dir: Path,
     health_port: int | None = None,
 ) -> int:
@@ -57,7 +59,7 @@ def run(
             node,
             model=model,
             secret=secret,
-            router_url=router_url,
+            router_urls=router_urls,
             run_dir=run_dir,
             log_dir=Path(config.observability.log_dir or run_dir / "logs"),
             connect_endpoint=EngineEndpointClient,

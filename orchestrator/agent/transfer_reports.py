@@ -1,4 +1,4 @@
-"""The facts of ended transfers, on their way from the engine to the router.
+"""The facts of ended transfers, on their way from the engine to the routers.
 
 The engine holds the question until it has something to tell, so facts are on their way at once and
 nothing is polled while no transfer ends. A pause after each answer bounds what many short transfers
@@ -18,7 +18,7 @@ from splitserve.orchestrator.agent.messages import NodeTransfers
 from splitserve.orchestrator.agent.readiness import ENDPOINT_ERRORS, Endpoint, answer_of
 
 if TYPE_CHECKING:
-    from splitserve.orchestrator.agent.link import RouterLink
+    from splitserve.orchestrator.agent.routers import Routers
     from splitserve.orchestrator.observe.transfer_spans import TransferSpans
 
 _log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ RETRY_S = 1.0
 class TransferReports:
     """The reports of one node, one life of its engine after another."""
 
-    def __init__(self, node: str, link: RouterLink, spans: TransferSpans | None = None) -> None:
+    def __init__(self, node: str, routers: Routers, spans: TransferSpans | None = None) -> None:
         self._node = node
-        self._link = link
+        self._routers = routers
         self._spans = spans
         self._clock = boot_id()
 
@@ -50,7 +50,7 @@ class TransferReports:
             if ended and self._spans is not None:
                 self._spans.take(ended)
             if ended:
-                self._link.transfers(
+                self._routers.transfers(
                     NodeTransfers(
                         node=self._node,
                         incarnation=incarnation,

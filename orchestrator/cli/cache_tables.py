@@ -22,7 +22,7 @@ def size(count: int | None) -> str:
 
 def print_stat(stat: dict[str, Any]) -> None:
     """The arena, the tiers, who holds what, and who is connected."""
-    console = _console()
+    console = wide_console()
     arena = stat["arena"]
     lines = [
         f"cache server {stat['server']}, up for {stat['uptime_s']:.0f} s",
@@ -46,15 +46,15 @@ def print_stat(stat: dict[str, Any]) -> None:
 def print_quotas(tenants: list[dict[str, Any]]) -> None:
     """What each tenant holds and may hold."""
     if not tenants:
-        _console().print("no tenant holds anything, and there are no quotas", highlight=False)
+        wide_console().print("no tenant holds anything, and there are no quotas", highlight=False)
         return
-    _console().print(_tenants(tenants))
+    wide_console().print(_tenants(tenants))
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
     table = Table()
-    columns = ("tier", "state", "used", "capacity", "chunks", "hit rate", "read", "written")
-    for column in (*columns, "latency", "speed", "errors", "broken"):
+    columns = ("tier", "state", "codec", "used", "capacity", "chunks", "hit rate", "read")
+    for column in (*columns, "written", "latency", "speed", "errors", "broken"):
         table.add_column(column, overflow="fold")
     for tier in tiers:
         looks = tier["hits"] + tier["misses"]
@@ -62,6 +62,7 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
         table.add_row(
             tier["name"],
             tier["state"],
+            tier["codec"],
             size(tier["used_bytes"]),
             size(tier["capacity_bytes"]),
             "-" if chunks is None else str(chunks),
@@ -88,7 +89,7 @@ def _tenants(tenants: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _console() -> Console:
+def wide_console() -> Console:
     """Wide enough for whole rows where nobody reads along."""
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=200, markup=False)

@@ -11,6 +11,7 @@ import click
 
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.on_ray import start_again
 from splitserve.orchestrator.cli.running_nodes import MARGIN_S, RunningNodes
 from splitserve.orchestrator.launch.base import StartError
 
@@ -151,7 +152,10 @@ class Departures(RunningNodes):
                     f"{node} has ended; start it again on its machine with "
                     f"`splitserve node {node} CLUSTER`"
                 )
-            self.files.wish_for(node)
+            if self.record.launcher == "ray":
+                start_again(self.config, node)
+            else:
+                self.files.wish_for(node)
             click.echo(f"{node} is started again")
             return ""
         old = self.nodes().get(node, {}).get("incarnation", "")

@@ -14,6 +14,8 @@ from splitserve.orchestrator.cli.figures import printable
 from splitserve.orchestrator.observe.dashboard import DASHBOARD_PATH
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from splitserve.orchestrator.agent.status_file import NodeStatus
@@ -45,7 +47,7 @@ class LoadingDisplay:
     def update(self, status: ClusterStatus) -> None:
         """Show ``status``."""
         lines = {_CACHE: status.cache} if status.cache else {}
-        lines[_ROUTER] = status.router
+        lines |= {_ROUTER: status.router, **status.more_routers}
         lines |= {name: stage_of(node) for name, node in status.nodes.items()}
         if self._live is not None:
             self._live.update(_loading_table(status, lines))
@@ -89,18 +91,23 @@ def role_of(node: NodeStatus) -> str:
 
 
 def print_endpoints(
-    console: Console, config: ClusterConfig, url: str, status: ClusterStatus
+    console: Console, config: ClusterConfig, urls: Sequence[str], status: ClusterStatus
 ) -> None:
-    """Show where everything listens: a table on a terminal, one line per process elsewhere."""
+    """Show where everything listens, each router on one of ``urls``: a table on a terminal, one
+    line per process elsewhere.
+    """
+    routers = {_ROUTER: status.router, **status.more_routers}
     rows = [
-        (_ROUTER, status.router, f"{url}/v1", ""),
-        ("dashboard", status.router, f"{url}{DASHBOARD_PATH}", ""),
+        (name, state, f"{url}/v1", "")
+        for (name, state), url in zip(routers.items(), urls, strict=True)
     ]
+    rows.append(("dashboard", status.router, f"{urls[0]}{DASHBOARD_PATH}", ""))
     for name, node in status.nodes.items():
         if node is not None:
             rows.append((name, node.phase, node.engine_url, f"{node.total_blocks} KV blocks"))
     if config.cache is not None:
-        rows.append((_CACHE, status.cache, str(config.cache.socket_path), _size_of(config.cache)))
+        where = config.cache.socket_path or "on each host with nodes"
+        rows.append((_CACHE, status.cache, where, _size_of(config.cache)))
     if not console.is_terminal:
         for row in rows:
             console.print("  ".join(row), highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ import click
 from splitserve.orchestrator.cli.bench import bench
 from splitserve.orchestrator.cli.cache import cache
 from splitserve.orchestrator.cli.cache_advice import advise
+from splitserve.orchestrator.cli.cache_quality import quality
 from splitserve.orchestrator.cli.config import config
 from splitserve.orchestrator.cli.departures import drain, restart
 from splitserve.orchestrator.cli.doctor import doctor
@@ -52,6 +53,7 @@ for command in (bench, profile, record, simulate_command, tune_command):
 for command in (quickstart, model, config, doctor):
     main.add_command(command)
 cache.add_command(advise)
+cache.add_command(quality)
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from splitserve.orchestrator.tuner.probing import Answer, BusyError, ProbeError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from splitserve.orchestrator.tuner.live_watch import LiveWatch
@@ -91,9 +91,17 @@ class ProbeClient:
         return {name: node["placed_legs"] for name, node in status["nodes"].items()}
 
     async def ask(
-        self, prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = ""
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        decode: str,
+        prefill: str = "",
+        begun: Callable[[], None] | None = None,
     ) -> Answer:
-        """One probe's times. Raises ``BusyError`` or ``ProbeError``."""
+        """One probe's times; ``begun`` is called when its first token is there. Raises
+        ``BusyError`` or ``ProbeError``.
+        """
         assert self._session is not None
         body = {
             "prompt": list(prompt),
@@ -118,6 +126,9 @@ class ProbeClient:
                 async for line in answer.content:
                     if line.startswith(EVENT):
                         moments += [clock()] * _tokens_in(line, where)
+                        if begun is not None and moments:
+                            begun()
+                            begun = None
         except (aiohttp.ClientError, OSError) as error:
             raise ProbeError(f"a probe of {where} broke off: {error!r}") from error
         except TimeoutError:

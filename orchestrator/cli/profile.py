@@ -22,6 +22,7 @@ from splitserve.orchestrator.tuner.live_watch import LiveWatch
 from splitserve.orchestrator.tuner.measured_profile import (
     build_profile,
     limits_of,
+    neighbours_of,
     nodes_to_measure,
 )
 from splitserve.orchestrator.tuner.outcome import Targets
@@ -142,6 +143,7 @@ class _Run:
                 plan_probes(limits, has_prefix_cache=caches),
                 prefill_nodes=prefill_nodes,
                 decode_nodes=decode_nodes,
+                neighbours=neighbours_of(nodes, names),
                 vocabulary=_plain_ids(nodes[names[0]]["vocabulary_tokens"]),
                 block_tokens=limits.block_tokens,
                 has_prefix_cache=caches,
@@ -191,10 +193,15 @@ def _print(found: Profile, measured: Measured, console: Console) -> None:
         ("a prefill step", "always", prefill.base_s, 1e3, "ms", prefill.error),
         ("", "per token", prefill.token_s, 1e6, "µs", None),
         ("", "per token and token before it", prefill.attention_s, 1e9, "ns", None),
+        ("", "per token that it sends", prefill.sending_s, 1e6, "µs", None),
         ("a decode step", "always", decode.base_s, 1e3, "ms", decode.error),
         ("", "per sequence", decode.sequence_s, 1e6, "µs", None),
         ("", "per token of context", decode.context_s, 1e9, "ns", None),
     ]
+    if found.nodes_per_host > 1:
+        part = "per busy neighbour"
+        rows.insert(7, ("", part, decode.neighbour, 1e2, "%", None))
+        rows.insert(4, ("", part, prefill.neighbour, 1e2, "%", None))
     for link in found.transfers:
         pair = f" {link.prefill_node} to {link.decode_node}" if link.prefill_node else ""
         rows.append((f"a transfer{pair}", "always", link.latency_s, 1e3, "ms", link.error))

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import click
+import msgspec
 
 from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
 from splitserve.orchestrator.cli.router_tls import router_tls
 from splitserve.orchestrator.cli.running_nodes import name_of
 from splitserve.orchestrator.cli.up import chosen_cluster, not_running
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
-from splitserve.orchestrator.trace_recording import Began, TraceLines, decode_line
+from splitserve.orchestrator.trace_recording import Arrived, Began, TraceLines, decode_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
 
 CONNECT_TIMEOUT_S = 10.0
@@ -54,7 +59,7 @@ class RecordingError(click.ClickException):
     help="Tokens of the blocks by which shared beginnings are told.",
 )
 def record(cluster: str | None, path: Path, minutes: float | None, block_tokens: int) -> None:
-    """Write what arrives at the router of CLUSTER (a name, or the YAML it was started from;
+    """Write what arrives at the routers of CLUSTER (a name, or the YAML it was started from;
     default: the only one that runs) as a trace.
 
     One JSON line per request (Mooncake's form): when it came, how long prompt and answer were, and
@@ -120,6 +125,10 @@ class Recording:
         self._file = file
         self._lines = lines
         self._stop = asyncio.Event()
+        self._asked = record.url
+        """The router that was asked last, or has ended the recording."""
+        self._begun = 0
+        """Routers that listen to this recorder."""
         self._all_ended = asyncio.Event()
         """No request runs, and none is taken up any more."""
 
@@ -132,27 +141,43 @@ class Recording:
             loop.add_signal_handler(number, self._stop.set)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S)
         failure = ""
-        tls = router_tls(self._record)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession(timeout=timeout) as session, AsyncExitStack() as stack:
             try:
-                async with session.get(
-                    self._url(), headers=self._headers(), ssl=tls if tls is not None else True
-                ) as response:
-                    if response.status != 200:
-                        text = (await response.text())[:500]
-                        raise RecordingError(f"the router answers {response.status}: {text}")
-                    await self._follow(response, seconds)
+                streams = {}
+                for one in self._record.routers:
+                    self._asked = one.url
+                    streams[one.url] = await self._begin(session, stack, one.url)
+                await self._follow(streams, seconds)
             except aiohttp.ClientError as error:
-                failure = f"the router on {self._record.url} has ended the recording: {error}"
+                failure = f"the router on {self._asked} has ended the recording: {error}"
         # Nobody will say how those end that still run
         self._append(self._lines.give_up())
         if failure:
             raise RecordingError(f"{failure}; {self._told()}")
         click.echo(self._told())
 
-    async def _follow(self, response: aiohttp.ClientResponse, seconds: float | None) -> None:
-        """Raises ``aiohttp.ClientError`` when the router ends it."""
-        reading = asyncio.create_task(self._read(response.content))
+    async def _begin(
+        self, session: aiohttp.ClientSession, stack: AsyncExitStack, url: str
+    ) -> aiohttp.StreamReader:
+        """The lines of one router. Raises ``aiohttp.ClientError``."""
+        tls = router_tls(self._record)
+        response = await stack.enter_async_context(
+            session.get(
+                url.removesuffix("/v1") + RECORDING_PATH,
+                headers=self._headers(),
+                ssl=tls if tls is not None else True,
+            )
+        )
+        if response.status != 200:
+            text = (await response.text())[:500]
+            raise RecordingError(f"the router answers {response.status}: {text}")
+        return response.content
+
+    async def _follow(
+        self, streams: Mapping[str, aiohttp.StreamReader], seconds: float | None
+    ) -> None:
+        """Raises ``aiohttp.ClientError`` when a router ends it."""
+        reading = asyncio.create_task(self._read_all(streams))
         try:
             await self._wait(reading, self._stop, seconds)
             self._close()
@@ -172,12 +197,34 @@ class Recording:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read(self, stream: aiohttp.StreamReader) -> None:
-        """All lines that the router sends are taken."""
+    async def _read_all(self, streams: Mapping[str, aiohttp.StreamReader]) -> None:
+        """Until one of the routers ends it; ``_asked`` is that one's URL then."""
+        tasks = {
+            asyncio.create_task(self._read(s, len(streams))): url for url, s in streams.items()
+        }
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            first = next(iter(done))
+            self._asked = tasks[first]
+            await first
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, stream: aiohttp.StreamReader, routers: int) -> None:
+        """All lines that the router sends are taken, with times of this process's clock."""
+        ahead_s = 0.0
         while line := await stream.readline():
             told = decode_line(line)
             if isinstance(told, Began):
-                click.echo(f"recording {self._record.name} to {self._file.path}; Ctrl-C ends it")
+                ahead_s = time.monotonic() - told.at_s
+                self._begun += 1
+                if self._begun == routers:
+                    name = self._record.name
+                    click.echo(f"recording {name} to {self._file.path}; Ctrl-C ends it")
+            elif isinstance(told, Arrived):
+                told = msgspec.structs.replace(told, at_s=told.at_s + ahead_s)
             self._append(self._lines.take(told))
             if self._lines.is_closed and not self._lines.open_requests:
                 self._all_ended.set()
@@ -213,9 +260,6 @@ class Recording:
         count = self._lines.left_out
         left_out = f", {count} are left out" if count else ""
         return f"{self._file.lines} requests are in {self._file.path}{left_out}"
-
-    def _url(self) -> str:
-        return self._record.url.removesuffix("/v1") + RECORDING_PATH
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._files.token_path.read_text()}"}

@@ -26,14 +26,18 @@ class RouterSilentError(click.ClickException):
 
 
 class RouterClient:
-    """Asks the router of a running cluster with the token that its ``up`` has left."""
+    """Asks a router of a running cluster with the token that its ``up`` has left: the first one
+    that takes the connection. Orders thus come from one router as long as it lives.
+    """
 
     def __init__(
         self, files: ClusterFiles, record: ClusterRecord, *, keep_alive: bool = False
     ) -> None:
         """``keep_alive``: one connection serves all questions until ``close``."""
         self._files = files
+        self._urls = (record.url, *record.more_urls)
         self._url = record.url
+        """Of the router that has answered last."""
         self._tls = router_tls(record)
         self._keep_alive = keep_alive
         self._connection: http.client.HTTPConnection | None = None
@@ -133,8 +137,22 @@ class RouterClient:
                 return self._exchange(kept, method, path, body)
             except RouterSilentError:
                 pass  # The router may have closed it since; a new connection will tell
-        connection = connection_to(self._url, self._tls, timeout_s)
+        connection = self._connect(timeout_s)
         return self._exchange(connection, method, path, body)
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        """To the first router that is there; to the first of all when none is."""
+        for url in self._urls if len(self._urls) > 1 else ():
+            connection = connection_to(url, self._tls, timeout_s)
+            try:
+                connection.connect()
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                continue
+            self._url = url
+            return connection
+        self._url = self._urls[0]
+        return connection_to(self._url, self._tls, timeout_s)
 
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None

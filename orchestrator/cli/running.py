@@ -24,12 +24,14 @@ from splitserve.orchestrator.launch.files import (
     tls_files,
 )
 from splitserve.orchestrator.launch.local import LocalLauncher
+from splitserve.orchestrator.launch.ray.installed import require_ray
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rich.console import Console
 
+    from splitserve.orchestrator.launch.base import Launcher
     from splitserve.orchestrator.launch.files import ScaleOrder
     from splitserve.orchestrator.launch.plan import Plan
 
@@ -39,49 +41,69 @@ _READY_MARGIN_S = 60.0
 
 
 async def run_cluster(
-    plan: Plan, console: Console, while_serving: Callable[[str], Awaitable[None]] | None = None
+    plan: Plan,
+    console: Console,
+    while_serving: Callable[[str], Awaitable[None]] | None = None,
+    *,
+    leaves: bool = False,
 ) -> None:
     """The cluster has been up and is down again, with nothing left behind.
 
-    It serves until a signal comes, or until ``while_serving(url)`` returns. Raises ``StartError``
-    when it cannot become ready or falls apart for good, and whatever ``while_serving`` raises.
+    It serves until a signal comes, or until ``while_serving(url)`` returns; with ``leaves``, which
+    needs a launcher whose processes live without this one, it serves on. Raises ``StartError`` when
+    it cannot become ready or falls apart for good, and whatever ``while_serving`` raises.
     """
     files = ClusterFiles(plan.config.name)
     with files.lock():
-        files.begin_run(dump_resolved(plan.config), operator_token(plan.secret))
-        launcher = LocalLauncher(
-            plan.config,
-            files,
-            model=plan.model,
-            run=plan.run,
-            secret=plan.secret,
-            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        )
-        await _Run(plan, console, files, launcher).through(while_serving)
+        launcher = _launcher(plan, files, console)
+        await _Run(plan, console, files, launcher, leaves=leaves).through(while_serving)
+
+
+def _launcher(plan: Plan, files: ClusterFiles, console: Console) -> Launcher:
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    config, run, secret = plan.config, plan.run, plan.secret
+    if config.launcher == "ray":
+        require_ray()
+        from splitserve.orchestrator.launch.ray.launcher import RayLauncher
+
+        return RayLauncher(config, files, run=run, secret=secret, say=say)
+    files.begin_run(dump_resolved(config), operator_token(secret))
+    return LocalLauncher(config, files, model=plan.model, run=run, secret=secret, say=say)
 
 
 class _Run:
     """One run: from the first process to the last."""
 
     def __init__(
-        self, plan: Plan, console: Console, files: ClusterFiles, launcher: LocalLauncher
+        self,
+        plan: Plan,
+        console: Console,
+        files: ClusterFiles,
+        launcher: Launcher,
+        *,
+        leaves: bool,
     ) -> None:
         self._plan = plan
         self._console = console
         self._files = files
         self._launcher = launcher
+        self._leaves = leaves
         self._stop = asyncio.Event()
         self._drain_s = 0.0
+        self._is_recorded = False
         self._record = ClusterRecord(
             name=plan.config.name,
             run=plan.run,
             pid=os.getpid(),
             source=plan.source,
-            url=launcher.url,
+            url="",
             nodes=tuple(node.name for node in nodes(plan.config)),
             phase="starting",
             started=time.time(),
-            log_dir=str(plan.config.observability.log_dir),
+            log_dir=launcher.logs,
+            launcher=plan.config.launcher,
             tls=tls_files(plan.config.security.tls),
         )
 
@@ -90,15 +112,57 @@ class _Run:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
-        self._files.write_record(self._record)
+        runs_on = False
         try:
-            await self._launcher.start()
-            if await self._wait_until_ready():
+            if await self._start() and await self._wait_until_ready():
                 self._drain_s = self._plan.config.supervision.drain_timeout_s
-                await self._serve(while_serving)
+                await self._show()
+                if self._leaves:
+                    runs_on = True
+                else:
+                    await self._serve(while_serving)
+        except (StartError, ConfigError):
+            runs_on = self._launcher.is_adopted and self._drain_s == 0
+            raise
         finally:
+            await self._end(runs_on=runs_on)
+
+    async def _start(self) -> bool:
+        """True when everything has been started, False when asked to stop before."""
+        if self._launcher.urls:
+            self._record_run()
+        starting = asyncio.create_task(self._launcher.start())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait((starting,))
+            return False
+        try:
+            starting.result()
+        except ConfigError as error:
+            raise ConfigError(error.problems, self._plan.source) from error
+        self._record_run()
+        return True
+
+    def _record_run(self) -> None:
+        """The commands on this machine find the cluster."""
+        url, *more = self._launcher.urls
+        self._record = msgspec.structs.replace(
+            self._record, url=url, more_urls=tuple(more), run=self._launcher.run
+        )
+        self._files.write_record(self._record)
+        self._is_recorded = True
+
+    async def _end(self, *, runs_on: bool) -> None:
+        if runs_on:
+            await self._launcher.leave()
+            return
+        if self._is_recorded:
             self._note("stopping")
-            await self._launcher.stop(self._drain_s)
+        await self._launcher.stop(self._drain_s)
+        if self._is_recorded:
             self._files.remove_record()
 
     def _on_signal(self) -> None:
@@ -127,23 +191,23 @@ class _Run:
                     return True
                 if time.monotonic() > end:
                     raise StartError(
-                        f"not ready after {limit:.0f} s; see the logs in "
-                        f"{self._plan.config.observability.log_dir}"
+                        f"not ready after {limit:.0f} s; see the logs in {self._launcher.logs}"
                     )
                 await self._pause(_POLL_S)
         return False
 
-    async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
+    async def _show(self) -> None:
         self._note("serving")
         status = await self._launcher.status()
-        print_endpoints(self._console, self._plan.config, self._launcher.url, status)
-        logs = self._plan.config.observability.log_dir
-        self._console.print(f"logs: {logs}", highlight=False, soft_wrap=True)
+        print_endpoints(self._console, self._plan.config, self._launcher.urls, status)
+        self._console.print(f"logs: {self._launcher.logs}", highlight=False, soft_wrap=True)
+
+    async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
         if while_serving is None:
             self._console.print("serving; Ctrl-C stops everything", highlight=False)
             await self._watch()
             return
-        work = asyncio.ensure_future(while_serving(self._launcher.url))
+        work = asyncio.ensure_future(while_serving(self._launcher.urls[0]))
         watch = asyncio.create_task(self._watch())
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         for task in (work, watch):
@@ -163,6 +227,8 @@ class _Run:
                 raise failure
             if (order := self._files.take_scale_order()) is not None:
                 await self._scale(order)
+            if self._launcher.urls != (self._record.url, *self._record.more_urls):
+                self._record_run()
             await self._pause(_WATCH_S)
 
     async def _scale(self, order: ScaleOrder) -> None:

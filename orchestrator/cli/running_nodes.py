@@ -6,13 +6,12 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import psutil
 
 from splitserve.orchestrator.agent.status_file import read_status
 from splitserve.orchestrator.cli.errors import RefusedError
 from splitserve.orchestrator.cli.far_nodes import seen_by_router
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
-from splitserve.orchestrator.cli.up import chosen_cluster, not_running
+from splitserve.orchestrator.cli.up import chosen_cluster, is_alive, not_running
 from splitserve.orchestrator.config import load, load_resolved
 from splitserve.orchestrator.launch.base import StartError
 
@@ -59,7 +58,7 @@ class RunningNodes:
 
     def status(self, node: str) -> Any:
         """What the node's agent wrote last; of one on another machine what the router knows."""
-        if self.record.launcher == "none":
+        if self.record.launcher != "local":
             return seen_by_router(self.ask(lambda router: router.status()), node)
         return read_status(self.files.run_dir, node)
 
@@ -83,7 +82,7 @@ class RunningNodes:
 
     def pause(self, end: float, failure: str) -> None:
         """A moment passes. Raises ``StartError`` at ``end``, or when the cluster has ended."""
-        if not (self.files.is_running() and psutil.pid_exists(self.record.pid)):
+        if not is_alive(self.files, self.record):
             raise StartError(f"{self.record.name} has been stopped meanwhile")
         if time.monotonic() > end:
             raise StartError(failure)

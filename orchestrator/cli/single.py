@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name")
 @click.argument("cluster")
-@click.option("--router", metavar="URL", help="Where the router is, instead of what the YAML says.")
+@click.option("--router", "routers", metavar="URL", multiple=True, help="Where a router is, "
+    "instead of what the YAML says; once for each router, or several with commas.")  # fmt: skip
 @click.option("--host", metavar="ADDRESS", help="Where the node listens on this machine.")
 @click.option("--advertise-host", metavar="ADDRESS", help="Where the router and other nodes find "
     "it, when that is not where it listens.")  # fmt: skip
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 def node(
     name: str,
     cluster: str,
-    router: str | None,
+    routers: tuple[str, ...],
     host: str | None,
     advertise_host: str | None,
     cpus: int | None,
@@ -59,7 +60,7 @@ def node(
         cluster,
         os.environ,
         name,
-        router=router,
+        routers=[url for given in routers for url in given.split(",") if url],
         host=host,
         advertise_host=advertise_host,
         cpus=cpus,
@@ -67,14 +68,14 @@ def node(
     )
     from splitserve.orchestrator.agent.run import run
 
-    _ask_router(prepared)
+    _ask_routers(prepared)
     with holding(prepared, name) as folder:
         status = run(
             prepared.config,
             prepared.node,
             model=prepared.model,
             secret=prepared.secret,
-            router_url=prepared.router_url,
+            router_urls=prepared.router_urls,
             run_dir=folder,
             health_port=health_port,
         )
@@ -83,17 +84,21 @@ def node(
 
 @click.command("router")
 @click.argument("cluster")
-def router_command(cluster: str) -> None:
-    """Run the router of the cluster YAML CLUSTER on this machine, until SIGTERM.
+@click.option("--index", metavar="I", type=click.IntRange(min=0), default=0, help="Which router of "
+    "`router.replicas`; 0 is the first.")  # fmt: skip
+@click.option("--host", metavar="ADDRESS", help="Where it listens, instead of what the YAML says.")
+def router_command(cluster: str, index: int, host: str | None) -> None:
+    """Run the router of the cluster YAML CLUSTER, or one of its routers, on this machine, until
+    SIGTERM.
 
     Nodes find it by themselves, and it uses them when they do. Exit status 0 after a stop, 2 when
     nothing was started, 3 when its port is taken.
     """
-    prepared = single_router(cluster, os.environ)
+    prepared = single_router(cluster, os.environ, index, host)
     from splitserve.orchestrator.router.run import run
 
-    with holding(prepared, "router"), recorded(prepared):
-        status = run(prepared.config, prepared.secret, prepared.tenant_by_key)
+    with holding(prepared, f"router-{index}" if index else "router"), recorded(prepared):
+        status = run(prepared.config, prepared.secret, prepared.tenant_by_key, index=index)
     raise click.exceptions.Exit(status)
 
 
@@ -113,13 +118,13 @@ def cache_server(cluster: str) -> None:
     raise click.exceptions.Exit(status)
 
 
-def _ask_router(node: SingleNode) -> None:
-    """Raises ``RefusedError`` when it would never take the node."""
-    from splitserve.orchestrator.agent.first_contact import RouterRefusesError, ask_router
+def _ask_routers(node: SingleNode) -> None:
+    """Raises ``RefusedError`` when one of them would never take the node."""
+    from splitserve.orchestrator.agent.first_contact import RouterRefusesError, ask_routers
 
     tls = client_context(node.config.security.tls)
     try:
-        lines = asyncio.run(ask_router(node.router_url, node.secret, tls))
+        lines = asyncio.run(ask_routers(node.router_urls, node.secret, tls))
     except RouterRefusesError as error:
         raise RefusedError(f"{node.node.name} was not started: {error}") from error
     for line in lines:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
 
 ROUTER_LOG = "router.log"
+MORE_ROUTER_LOGS = "router-*.log"
+"""Of the other routers, where there are several."""
 
 
 class UnknownRequestError(click.ClickException):
@@ -70,9 +72,10 @@ def _log_dir(files: ClusterFiles, record: ClusterRecord | None) -> Path:
 
 
 def logged(log_dir: Path, request_id: str) -> tuple[dict[str, Any] | None, Path | None]:
-    """The latest line of a request in the router's log, and the file it stands in."""
-    # Other processes' lines are never taken for the router's
-    for path in (log_dir / ROUTER_LOG, log_dir / f"{ROUTER_LOG}.1"):
+    """The latest line of a request in a router's log, and the file it stands in."""
+    # Other processes' lines are never taken for a router's
+    logs = [log_dir / ROUTER_LOG, *sorted(log_dir.glob(MORE_ROUTER_LOGS))]
+    for path in (*logs, *(log.with_name(f"{log.name}.1") for log in logs)):
         record = _last_line(path, request_id)
         if record is not None:
             return record, path
@@ -110,12 +113,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _asked(
     files: ClusterFiles, record: ClusterRecord, request_id: str
 ) -> tuple[dict[str, Any] | None, str]:
-    """The router's record, or why there is none."""
-    try:
-        timeline = RouterClient(files, record).timeline(request_id)
-    except (RouterSilentError, OSError) as error:
-        return None, str(error)
-    return timeline, "" if timeline else "the router does not keep it (any more)"
+    """A router's record, or why there is none: only the one that served it can have it."""
+    why = ""
+    for one in record.routers:
+        try:
+            timeline = RouterClient(files, one).timeline(request_id)
+        except (RouterSilentError, OSError) as error:
+            why = str(error)
+            continue
+        if timeline:
+            return timeline, ""
+    return None, why or "the router does not keep it (any more)"
 
 
 def _unknown(request_id: str, files: ClusterFiles, why: str, log_dir: Path) -> str:

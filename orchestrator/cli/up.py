@@ -25,13 +25,17 @@ from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.far_nodes import seen_by_router
+from splitserve.orchestrator.cli.on_ray import down_on_ray
 from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilentError
 from splitserve.orchestrator.cli.running import run_cluster
+from splitserve.orchestrator.config import load, load_resolved
 from splitserve.orchestrator.config.flips import flip_obstacle
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
 from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
+from splitserve.orchestrator.launch.quality_gate import hold_quality
+from splitserve.orchestrator.launch.ray.placement import described
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.files import ClusterRecord
@@ -54,9 +58,15 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
     if dry_run:
         _show(prepared)
         return
+    if detach and prepared.config.launcher == "ray":
+        asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True))
+        name = prepared.config.name
+        click.echo(f"{name} serves; `splitserve down {name}` stops it")
+        return
     if detach:
         _detach(prepared)
         return
+    hold_quality(prepared.config, prepared.source, click.echo)
     asyncio.run(run_cluster(prepared, Console(markup=False)))
     click.echo(f"{prepared.config.name} has been stopped")
 
@@ -65,10 +75,19 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
 @click.argument("name", required=False)
 def down(name: str | None) -> None:
     """Stop the cluster NAME (default: the only one that runs), also what is left of one whose `up`
-    was killed.
+    was killed. NAME may be its YAML: on a Ray cluster it is found from any host.
     """
+    if name is not None and name.endswith((".yaml", ".yml")):
+        config = load(name)
+        name = config.name
+        if config.launcher == "ray" and not ClusterFiles(name).is_held():
+            down_on_ray(ClusterFiles(name), config)
+            return
     files = chosen_cluster(name)
     record = files.record()
+    if record is not None and record.launcher == "ray" and not files.is_held():
+        down_on_ray(files, load_resolved(files.config_path))
+        return
     if record is None or not files.is_running():
         if record is not None:
             sweep(record.run)
@@ -81,6 +100,9 @@ def down(name: str | None) -> None:
         click.echo(f"{files.name} does not stop; killing it", err=True)
         os.kill(record.pid, signal.SIGKILL)
         _wait_until_stopped(files, _DOWN_MARGIN_S)
+    if record.launcher == "ray" and files.record() is not None:
+        down_on_ray(files, load_resolved(files.config_path))
+        return
     sweep(record.run)
     if record.launcher == "none":
         click.echo(f"the router of {files.name} has been stopped; its nodes run on, each by itself")
@@ -122,6 +144,11 @@ def status(name: str | None, as_json: bool, audit: bool) -> None:
 def _show(prepared: Plan) -> None:
     click.echo(f"# {prepared.source}, resolved")
     click.echo(shown_config(prepared.config))
+    if prepared.config.launcher == "ray":
+        click.echo("# on the Ray cluster, whose hosts have not been asked:")
+        for line in described(prepared.config):
+            click.echo(f"#   {line}")
+        return
     for name, command in shown_commands(prepared).items():
         click.echo(f"# {name}:\n#   {command}")
     click.echo(f"# roles: {roles_in_words(flip_obstacle(prepared.config))}")
@@ -181,7 +208,7 @@ def _stop_limit_s(files: ClusterFiles) -> float:
 
 def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
-    while files.is_running():
+    while files.is_held():
         if time.monotonic() > end:
             return False
         time.sleep(_POLL_S)
@@ -189,14 +216,21 @@ def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
 
 
 def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
-    running = files.is_running() and psutil.pid_exists(record.pid)
-    router = _router_status(files, record) if running else {}
+    running = is_alive(files, record)
+    routers = _router_statuses(files, record) if running else {}
+    router = next((status for status in routers.values() if status), {})
+    if record.launcher == "ray" and not router:
+        running = False
     nodes = [_node_status(files, record, router, name) for name in record.nodes if running]
     return {
         "name": record.name,
         "running": running,
-        "phase": record.phase if running else "ended without stopping",
+        "phase": record.phase if running else _phase_of_silence(record),
         "url": f"{record.url}/v1",
+        "routers": [
+            {"url": f"{url}/v1", "answers": bool(status), **status.get("requests", {})}
+            for url, status in routers.items()
+        ],
         "pid": record.pid,
         "source": record.source,
         "uptime_s": round(time.time() - record.started, 1),
@@ -212,20 +246,34 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     }
 
 
+def is_alive(files: ClusterFiles, record: ClusterRecord) -> bool:
+    """Whether the cluster has not been stopped, as far as this machine knows."""
+    return files.is_running() and (record.launcher == "ray" or psutil.pid_exists(record.pid))
+
+
+def _phase_of_silence(record: ClusterRecord) -> str:
+    if record.launcher == "ray":
+        return "the router does not answer"
+    return "ended without stopping"
+
+
 def _node_status(
     files: ClusterFiles, record: ClusterRecord, router: dict[str, Any], name: str
 ) -> NodeStatus | None:
-    if record.launcher == "none":
+    if record.launcher != "local":
         return seen_by_router(router, name)
     return read_status(files.run_dir, name)
 
 
-def _router_status(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
-    """What only the router knows; empty when it does not answer."""
-    try:
-        return RouterClient(files, record).status(_ROUTER_TIMEOUT_S)
-    except RouterSilentError:
-        return {}
+def _router_statuses(files: ClusterFiles, record: ClusterRecord) -> dict[str, dict[str, Any]]:
+    """What only the routers know, by their URLs; empty for one that does not answer."""
+    found = {}
+    for one in record.routers:
+        try:
+            found[one.url] = RouterClient(files, one).status(_ROUTER_TIMEOUT_S)
+        except RouterSilentError:
+            found[one.url] = {}
+    return found
 
 
 def _owed(router: dict[str, Any], name: str) -> dict[str, int] | None:
@@ -279,6 +327,11 @@ def _print_cluster(facts: dict[str, Any]) -> None:
         numbers = [str(node["running"]), str(node["waiting"]), blocks, str(node["restarts"])]
         table.add_row(node["node"], role_of(status), state, *numbers)
     console.print(table)
+    for router in facts["routers"] if len(facts["routers"]) > 1 else ():
+        state = "does not answer"
+        if router["answers"]:
+            state = f"{router['running']} requests running, {router['waiting']} waiting"
+        console.print(f"router {router['url']}: {state}", highlight=False, soft_wrap=True)
     for node in facts["nodes"]:
         if node["owed"]:
             line = f"{node['node']} still owes {owed_in_words(node['owed'])} of its old role"

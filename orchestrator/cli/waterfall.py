@@ -1,8 +1,8 @@
 """One request's timeline as a waterfall of bars: what ``splitserve trace`` shows.
 
-The record is the router's (``router/request_log.py``): times in milliseconds after arrival, None
-for what did not happen or is not known. Parts that a record does not name are made from the times
-that it has.
+The record is the router's (``router/request_records.py``): times in milliseconds after arrival,
+None for what did not happen or is not known. Parts that a record does not name are made from the
+times that it has.
 
 Pure.
 """

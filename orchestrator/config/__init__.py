@@ -27,7 +27,15 @@ from splitserve.orchestrator.config.loading import (
     load_with_contradictions,
     parse,
 )
-from splitserve.orchestrator.config.nodes import NodeConfig, node, nodes, router_url
+from splitserve.orchestrator.config.nodes import (
+    NodeConfig,
+    for_router,
+    node,
+    nodes,
+    router_url,
+    router_urls,
+)
+from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.schema import (
     ApiKeyConfig,
     ClusterConfig,
@@ -57,9 +65,11 @@ __all__ = [
     "ModelConfig",
     "NodeConfig",
     "ObservabilityConfig",
+    "PlacementConfig",
     "PolicyConfig",
     "PoolConfig",
     "QuotaConfig",
+    "RayConfig",
     "RouterConfig",
     "SecurityConfig",
     "SupervisionConfig",
@@ -70,6 +80,7 @@ __all__ = [
     "cache_secret",
     "cluster_secret",
     "dump_resolved",
+    "for_router",
     "load",
     "load_resolved",
     "load_with_contradictions",
@@ -77,6 +88,7 @@ __all__ = [
     "nodes",
     "parse",
     "router_url",
+    "router_urls",
     "secret_for",
     "secret_variables",
     "shared_secret",

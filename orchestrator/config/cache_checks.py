@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config.cache_schema import CacheConfig, TierConfig
     from splitserve.orchestrator.config.schema import ClusterConfig
 
-SCHEMES = {"redis": ("redis", "rediss"), "s3": ("s3", "gs", "az", "file")}
+SCHEMES = {
+    "redis": ("redis", "rediss"),
+    "mooncake": ("mooncake",),
+    "s3": ("s3", "gs", "az", "file"),
+}
 """URL schemes of the tiers that need a URL."""
 EVERY_TENANT = "*"
 _SECRET_OPTION = re.compile(
@@ -40,6 +44,8 @@ def cache_problems(config: ClusterConfig) -> list[str]:
         problems += _tier_problems(f"cache.tiers[{index}]", index, tier)
     problems += [*_repeated_tiers(cache), *_quota_problems(cache, config)]
     problems += _lasting_secrets(cache, config)
+    if cache.quality is not None and config.engine == "mock":
+        problems.append("cache.quality: the mock engine has no model to measure; remove it")
     return problems
 
 
@@ -71,6 +77,11 @@ def _tier_problems(where: str, index: int, tier: TierConfig) -> Iterator[str]:
     elif tier.url is not None:
         remedy = "give its folder as `path`" if tier.type == "disk" else "remove it"
         yield f"{where}.url: a {tier.type} tier has none; {remedy}"
+    if tier.type == "cpu" and tier.codec not in ("raw", "auto"):
+        yield (
+            f"{where}.codec: engines write their pages into the cpu tier as they are; remove it, "
+            f"or give {tier.codec} to a tier below"
+        )
     if tier.type == "cpu" and tier.admission != "always":
         yield f"{where}.admission: every chunk passes through the cpu tier; remove it"
     for name in tier.options:
@@ -99,7 +110,7 @@ def _url_problems(where: str, tier: TierConfig) -> Iterator[str]:
         if parts.netloc or not parts.path.startswith("/"):
             yield f"{where}.url: write file:///FOLDER with an absolute path"
     elif not parts.netloc.rpartition("@")[2]:
-        what = "host" if tier.type == "redis" else "bucket"
+        what = "bucket" if tier.type == "s3" else "host"
         yield f"{where}.url: {shown_url(tier.url)} names no {what}"
 
 

@@ -8,21 +8,25 @@ from typing import Literal
 
 from pydantic import Field
 
+from splitserve.kv_transfer.cache.codecs.names import LOSS, CodecName, worst_of
 from splitserve.orchestrator.config.fields import Bytes, Seconds, Section
+
+AUTO_LOSSLESS: tuple[CodecName, ...] = ("bf16z",)
+"""Among what `codec: auto` may choose where nothing may be lost."""
 
 
 class TierConfig(Section):
     """One tier of the cache."""
 
-    type: Literal["cpu", "disk", "redis", "s3"]
+    type: Literal["cpu", "disk", "redis", "mooncake", "s3"]
     """`cpu`: memory of the host that its engines share; `disk`: a folder; `redis`: Redis or Valkey;
-    `s3`: an object store (S3, Google Cloud, Azure). `cpu` comes first, faster tiers before slower
-    ones.
+    `mooncake`: a Mooncake Store; `s3`: an object store (S3, Google Cloud, Azure). `cpu` comes
+    first, faster tiers before slower ones.
     """
 
     capacity_bytes: Bytes | None = None
-    """Most bytes that the tier may hold. Required for `cpu` and `disk`; by default `redis` and `s3`
-    hold what the store itself allows.
+    """Most bytes that the tier may hold. Required for `cpu` and `disk`; by default
+    `redis`, `mooncake` and `s3` hold what the store itself allows.
     """
 
     eviction: Literal["lru", "s3fifo"] = "s3fifo"
@@ -38,11 +42,19 @@ class TierConfig(Section):
     none (what is there is still read).
     """
 
+    codec: Literal["raw", "bf16z", "int8", "int5z", "auto"] = "raw"
+    """How chunks lie in this tier: as they are (`raw`), compressed to the bit (`bf16z`), or as
+    integers that lose something (`int8`, half the bytes of bfloat16; `int5z`, less than a third).
+    `auto` chooses by measured rates among `raw`, `bf16z` and, where `cache.quality` sets a limit,
+    `int8`. `cpu` takes `raw` and `auto`.
+    """
+
     path: str | None = Field(default=None, min_length=1)
     """`disk`: the folder, made when it does not exist; by default below the user's state folder."""
 
     url: str | None = Field(default=None, min_length=1)
-    """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
+    """`redis`: `redis://HOST:PORT/DB` or `rediss://`; `mooncake`: `mooncake://HOST:PORT`, its
+    master; `s3`: `s3://BUCKET/PREFIX`, `gs://`, `az://`
     or `file:///FOLDER`. Credentials belong into environment variables of `splitserve up`, and
     `${NAME}` stands for one; a password in the URL is hidden in output, but lies in files of the
     user's state folder.
@@ -65,6 +77,26 @@ class QuotaConfig(Section):
 
     limit_bytes: Bytes
     """Bytes of chunks; the tenant's own oldest ones make room for its new ones."""
+
+
+class QualityConfig(Section):
+    """What lossy codecs may cost: `splitserve up` measures it with the model and refuses more."""
+
+    text: str = Field(min_length=1)
+    """File with text as the cluster's users write it, at least a few thousand words."""
+
+    max_kl: float = Field(default=0.01, gt=0)
+    """Most KL divergence per token, in nats, between the model's predictions with and without a
+    codec.
+    """
+
+    tokens: int = Field(default=4096, ge=512)
+    """Tokens of the text that are used."""
+
+    compute: Literal["float32", "auto"] = "float32"
+    """Type of the model's weights and activations while it is measured; `auto`: as they are stored,
+    which takes less memory and adds a little noise.
+    """
 
 
 class CacheConfig(Section):
@@ -107,6 +139,9 @@ class CacheConfig(Section):
     more is not saved, so that serving is never slowed.
     """
 
+    quality: QualityConfig | None = None
+    """A limit on what lossy codecs cost, held at each start; by default none is measured."""
+
     quotas: list[QuotaConfig] = Field(default=[])
     """Bounds per tenant and tier; none means that tenants share each tier freely."""
 
@@ -119,3 +154,24 @@ class CacheConfig(Section):
     """File with the secret from which tenants' keys follow (at least 32 hex digits, readable by its
     owner only); by default they follow from the cluster secret.
     """
+
+    @property
+    def auto_codecs(self) -> tuple[CodecName, ...]:
+        """Among what `codec: auto` may choose."""
+        return AUTO_LOSSLESS if self.quality is None else (*AUTO_LOSSLESS, "int8")
+
+    @property
+    def codecs(self) -> tuple[CodecName, ...]:
+        """Every codec that some tier may use, those that lose least first."""
+        found: set[CodecName] = set()
+        for tier in self.tiers:
+            if tier.codec != "auto":
+                found.add(tier.codec)
+            elif tier.type != "cpu":
+                found.update(self.auto_codecs)
+        return tuple(sorted(found, key=list(LOSS).index))
+
+    @property
+    def key_codec(self) -> CodecName:
+        """The one that loses most, which is part of every key."""
+        return worst_of(self.codecs)

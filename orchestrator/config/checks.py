@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config.autotune_checks import autotune_problems
 from splitserve.orchestrator.config.cache_checks import cache_problems
-from splitserve.orchestrator.config.nodes import POOLS, nodes
+from splitserve.orchestrator.config.nodes import POOLS, nodes, router_hosts, router_ports
+from splitserve.orchestrator.config.ray_checks import ray_problems
 from splitserve.orchestrator.config.tracing_schema import tracing_problems
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
     if not config.allow_shared_devices:
         problems += shared_devices(config, "cpus") + shared_devices(config, "gpus")
     problems += port_overlaps(config) + _weight_differences(config) + cache_problems(config)
-    problems += autotune_problems(config)
+    problems += [*autotune_problems(config), *ray_problems(config)]
     problems += tracing_problems(config.observability.tracing)
     breaker = config.policy.breaker
     if breaker.open_limit_s < breaker.open_s:
@@ -79,11 +80,34 @@ def problems_between_keys(config: ClusterConfig) -> list[str]:
             f"policy.breaker.open_limit_s is {breaker.open_limit_s:g} but policy.breaker.open_s is"
             f" {breaker.open_s:g}: the longest delay cannot be shorter than the first"
         )
-    if not is_loopback(config.router.host) and not config.security.api_keys:
+    problems += _router_problems(config)
+    return problems
+
+
+def _router_problems(config: ClusterConfig) -> list[str]:
+    router = config.router
+    problems = []
+    key = "router.hosts" if router.hosts is not None else "router.host"
+    open_hosts = [host for host in router_hosts(config) if not is_loopback(host)]
+    if open_hosts and not config.security.api_keys:
         problems.append(
-            f"router.host: {config.router.host} serves the network without any key; add "
+            f"{key}: {open_hosts[0]} serves the network without any key; add "
             "security.api_keys or use 127.0.0.1"
         )
+    if router.hosts is None:
+        return problems
+    if len(router.hosts) != router.replicas:
+        problems.append(
+            f"router.hosts: {len(router.hosts)} hosts for {router.replicas} replicas; give one per "
+            "replica"
+        )
+    plain = type(router)()
+    for name in ("host", "advertise_host"):
+        if getattr(router, name) != getattr(plain, name):
+            problems.append(
+                f"router.{name}: router.hosts says where each router listens and is found; leave "
+                "one of them out"
+            )
     return problems
 
 
@@ -163,22 +187,26 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
                     f"give a multiple of {ranks}"
                 )
     problems += _host_problems(pool, settings)
+    problems += _engine_problems(pool, settings, config)
+    has_gpus = settings.gpus is not None or bool(settings.placement and settings.placement.num_gpus)
     if settings.gpus is not None and not config.experimental_cuda:
         problems.append(
             f"{pool}.gpus: CUDA nodes have not been shown to give equal answers yet; "
             "use `cpus`, or set `experimental_cuda: true` to accept that"
         )
-    if settings.gpus is not None and config.cache is not None:
+    if has_gpus and config.cache is not None:
         problems.append(
             f"{pool}.gpus: the shared cache copies pages of CPU engines only so far; remove `cache`"
             f" or give {pool}.cpus"
         )
-    if config.engine == "vllm" and settings.cpus is None and settings.gpus is None:
+    engine = config.engine_of(pool)
+    says_devices = settings.cpus is not None or settings.gpus is not None
+    if engine == "vllm" and not says_devices and config.launcher != "ray":
         problems.append(
             f"{pool}.cpus: required; left to themselves all engines bind the same core. Give "
             "one list per replica, e.g. [[0]]"
         )
-    if settings.gpus is None and config.engine == "vllm" and settings.engine_args.block_size % 32:
+    if not has_gpus and engine == "vllm" and settings.engine_args.block_size % 32:
         problems.append(
             f"{pool}.engine_args.block_size: {settings.engine_args.block_size} is no multiple "
             "of 32, which CPU attention needs"
@@ -199,6 +227,28 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             problems.append(f"{pool}.engine_args.{key}: a flag cannot hold a NUL character")
         elif known and difflib.SequenceMatcher(None, name, known[0]).ratio() > TYPING_ERROR_RATIO:
             problems.append(f"{pool}.engine_args.{key}: did you mean {known[0]!r}?")
+    return problems
+
+
+def _engine_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> list[str]:
+    if config.engine == "mock" and settings.engine is not None:
+        return [
+            f"{pool}.engine: {settings.engine} cannot take KV of the cluster's engine, mock, which "
+            "has no model; leave it out, or give the cluster another engine"
+        ]
+    args, problems = settings.engine_args, []
+    if config.engine_of(pool) != "transformers":
+        return []
+    if args.tensor_parallel_size != 1:
+        problems.append(
+            f"{pool}.engine_args.tensor_parallel_size: the transformers engine has one rank; use 1"
+            " and more replicas, or engine: vllm"
+        )
+    if args.kv_cache_dtype != "auto":
+        problems.append(
+            f"{pool}.engine_args.kv_cache_dtype: the transformers engine keeps KV in the model's "
+            f"type; {args.kv_cache_dtype} needs engine: vllm"
+        )
     return problems
 
 
@@ -263,7 +313,11 @@ def port_overlaps(config: ClusterConfig) -> list[str]:
 
 def fixed_ports(config: ClusterConfig) -> list[tuple[int, str, str]]:
     """(port, host, who uses it) for every port that is not 0."""
-    uses = [(config.router.port, config.router.host, "router.port")]
+    uses: list[tuple[int, str, str]] = []
+    for host, port in zip(router_hosts(config), router_ports(config), strict=True):
+        # Routers with hosts of their own have the same port
+        if port not in [other for other, _, _ in uses]:
+            uses.append((port, host, "router.port"))
     for node in nodes(config):
         uses.append((node.http_port, node.host, f"{node.name} HTTP ({node.pool}.port_base)"))
         uses.append(

@@ -22,7 +22,7 @@ def flip_obstacle(config: ClusterConfig) -> str:
     """Why no node of this cluster can change its role: the first key in which the pools differ,
     with both values; empty when they are started alike.
     """
-    prefill, decode = (_profile(config.pool(pool)) for pool in POOLS)
+    prefill, decode = (_profile(config.pool(pool), config.engine_of(pool)) for pool in POOLS)
     for key in [*prefill, *(key for key in decode if key not in prefill)]:
         ours, theirs = prefill.get(key), decode.get(key)
         if ours != theirs:
@@ -31,11 +31,11 @@ def flip_obstacle(config: ClusterConfig) -> str:
     return ""
 
 
-def _profile(pool: PoolConfig) -> dict[str, Any]:
+def _profile(pool: PoolConfig, engine: str) -> dict[str, Any]:
     """What engines of the pool are started with, by the key in the YAML."""
     args = {key: getattr(pool.engine_args, key) for key in type(pool.engine_args).model_fields}
     transfer = {key: getattr(pool.transfer, key) for key in type(pool.transfer).model_fields}
-    profile: dict[str, Any] = {"kv_cache_bytes": pool.kv_cache_bytes}
+    profile: dict[str, Any] = {"engine": engine, "kv_cache_bytes": pool.kv_cache_bytes}
     profile |= {f"engine_args.{key}": v for key, v in (args | pool.engine_args.passed_on).items()}
     profile |= {key: _sizes(getattr(pool, key)) for key in ("cpus", "gpus")}
     profile |= {f"env.{name}": value for name, value in pool.env.items()}

@@ -5,6 +5,7 @@ and, where known, its line.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from importlib import resources
@@ -22,6 +23,17 @@ from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
 
 _MAX_FILE_BYTES = 2**20
+
+
+class _Loader(yaml.SafeLoader):
+    """With YAML 1.2's numbers: ``5e-4`` is one, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 def builtin_names() -> list[str]:
@@ -63,9 +75,9 @@ def parse(text: str, source: str = "<string>") -> ClusterConfig:
 def _validated(text: str, source: str) -> ClusterConfig:
     """Each value fits its key; what keys must agree on is not looked at."""
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.compose(text, Loader=_Loader)
         _refuse_odd_keys(tree, source)
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], source) from error
     if not isinstance(data, dict):

@@ -41,6 +41,7 @@ class NodeConfig:
     """Where the router and other engines find both; empty: where they listen."""
     scheme: str
     """``https`` with ``security.tls``, else ``http``."""
+    engine: str = "vllm"
     unpinned_cpus: int = 0
     """Where ``cpus`` is None: how many it may take, whichever they are; 0 when nothing is said."""
 
@@ -75,10 +76,51 @@ def nodes(config: ClusterConfig) -> list[NodeConfig]:
     return [node for pool in POOLS for node in _nodes_of(pool, config)]
 
 
+def router_urls(config: ClusterConfig) -> tuple[str, ...]:
+    """Where agents and operators reach each router, in their order."""
+    router = config.router
+    host = router.advertise_host or reachable(router.host)
+    hosts = router.hosts or [host] * router.replicas
+    return tuple(
+        f"{scheme_of(config)}://{bracketed(host)}:{port}"
+        for host, port in zip(hosts, router_ports(config), strict=True)
+    )
+
+
 def router_url(config: ClusterConfig) -> str:
-    """Where agents and operators reach the router."""
-    host = config.router.advertise_host or reachable(config.router.host)
-    return f"{scheme_of(config)}://{bracketed(host)}:{config.router.port}"
+    """Where the first of them is reached."""
+    return router_urls(config)[0]
+
+
+def router_ports(config: ClusterConfig) -> tuple[int, ...]:
+    """The port of each router: those that share an address take consecutive ones. All 0 where the
+    configuration has not been given its ports yet.
+    """
+    router = config.router
+    hosts = router.hosts or [router.host] * router.replicas
+    shared = (hosts[:index].count(host) for index, host in enumerate(hosts))
+    return tuple(router.port + number if router.port else 0 for number in shared)
+
+
+def router_hosts(config: ClusterConfig) -> tuple[str, ...]:
+    """Where each router listens."""
+    router = config.router
+    return tuple(router.hosts or [router.host] * router.replicas)
+
+
+def for_router(config: ClusterConfig, index: int, host: str | None = None) -> ClusterConfig:
+    """The cluster as that router sees it: with its own address and port, and as if there were no
+    other. ``host`` is where it listens, instead of what the YAML says. Raises ``KeyError``.
+    """
+    router = config.router
+    if index not in range(router.replicas):
+        raise KeyError(f"no router {index}; router.replicas is {router.replicas}")
+    update: dict[str, object] = {"port": router_ports(config)[index], "replicas": 1, "hosts": None}
+    if router.hosts is not None:
+        update |= {"host": router.hosts[index], "advertise_host": router.hosts[index]}
+    if host is not None:
+        update["host"] = host
+    return config.model_copy(update={"router": router.model_copy(update=update)})
 
 
 def scheme_of(config: ClusterConfig) -> str:
@@ -126,6 +168,7 @@ def _nodes_of(pool: str, config: ClusterConfig) -> list[NodeConfig]:
             transfer_host=hosts[index] if hosts else settings.transfer.host,
             advertise_host="" if hosts else settings.advertise_host,
             scheme=scheme_of(config),
+            engine=config.engine_of(pool),
         )
         for index in range(len(hosts[: settings.replicas]) if hosts else settings.replicas)
     ]

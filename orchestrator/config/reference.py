@@ -96,7 +96,7 @@ def _type_name(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
-        return "mapping of text to text"
+        return f"mapping of text to {_type_name(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}[annotation]

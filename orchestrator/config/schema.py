@@ -28,6 +28,7 @@ from splitserve.orchestrator.config.fields import (
     VariableName,
     VariableValue,
 )
+from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.tls_schema import TlsConfig
 from splitserve.orchestrator.config.tracing_schema import TracingConfig
 
@@ -61,7 +62,20 @@ class RouterConfig(Section):
     """
 
     port: Port = 8000
-    """TCP port of the OpenAI API; 0 takes a free one at start."""
+    """TCP port of the OpenAI API; 0 takes a free one at start. Routers that share an address take
+    consecutive ones from this on.
+    """
+
+    replicas: int = Field(default=1, ge=1, le=16)
+    """Number of routers, all of them for all nodes. They share no state: the bounds below are those
+    of each, and one that ends takes only its own requests along.
+    """
+
+    hosts: list[Host] | None = None
+    """Address or name of each router's machine, one per replica: it listens there and is found
+    there. For routers on several machines, which are started one by one with `splitserve router
+    --index`; takes the place of `host` and `advertise_host`.
+    """
 
     max_body_bytes: Bytes = 32 * 2**20
     """Largest request body in bytes; a larger one gets status 413."""
@@ -231,6 +245,11 @@ class PoolConfig(Section):
     Without a limit an engine takes nearly all memory.
     """
 
+    engine: Literal["vllm", "transformers"] | None = None
+    """The engine of this pool, when it is another than the cluster's `engine`: KV of the two can be
+    exchanged and cached together.
+    """
+
     engine_args: EngineArgs = EngineArgs()
     """What the engines are started with."""
 
@@ -265,6 +284,9 @@ class PoolConfig(Section):
 
     startup_timeout_s: Seconds = 600.0
     """Seconds an engine may take until it is ready; then it is stopped and counts as failed."""
+
+    placement: PlacementConfig | None = None
+    """On which hosts the nodes run, with `launcher: ray`."""
 
 
 class ConditionalConfig(Section):
@@ -431,8 +453,18 @@ class ClusterConfig(Section):
     name: str = Field(default="default", pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
     """Name of the cluster for `status` and `down`; lower-case letters, digits, `.`, `_`, `-`."""
 
-    engine: Literal["vllm", "mock"] = "vllm"
-    """`vllm`, or `mock`: no model, real bytes; its answers depend on every page received."""
+    engine: Literal["vllm", "transformers", "mock"] = "vllm"
+    """`vllm`; `transformers`: small models by Hugging Face's library, without compilation, ready in
+    seconds; or `mock`: no model, real bytes; its answers depend on every page received.
+    """
+
+    launcher: Literal["local", "ray"] = "local"
+    """What `up` starts the processes with: `local`, as its children on this machine; `ray`, as
+    actors on the hosts of a Ray cluster.
+    """
+
+    ray: RayConfig | None = None
+    """How `launcher: ray` uses the Ray cluster."""
 
     model: ModelConfig
     """Which model all nodes serve."""
@@ -472,6 +504,10 @@ class ClusterConfig(Section):
     """Allow two nodes to name the same CPU or GPU. They then compute in turns: for trying things on
     small machines.
     """
+
+    def engine_of(self, pool: str) -> str:
+        """The engine of the pool's nodes."""
+        return self.pool(pool).engine or self.engine
 
     def pool(self, pool: str) -> PoolConfig:
         """The pool ``prefill`` or ``decode``."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from splitserve.kv_transfer.holdings import LEASED, QUARANTINED, SENDS
+from splitserve.orchestrator.agent.messages import is_of
 from splitserve.orchestrator.core.lifecycle import Phase
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def find(
             )
         elif node.state is not None:
             for holding in node.state.holdings:
+                if _is_anothers(node, holding.transfer_id):
+                    continue
                 yield from _transfer(node, holding, requests, ended, lease_s, now)
             yield from _counts(node, node.state, legs)
 
@@ -204,6 +207,12 @@ def _transfer(
     )
 
 
+def _is_anothers(node: Node, transfer_id: str) -> bool:
+    """Whether a router that is there, too, keeps the books of that transfer."""
+    routers = node.others.routers if node.others is not None else ()
+    return any(is_of(transfer_id, router.name) for router in routers)
+
+
 def _belongs(request: Request, node: Node, holding: Holding) -> bool:
     """Whether the request still needs what the engine holds."""
     choice = request.choice
@@ -228,7 +237,10 @@ def _counts(node: Node, state: NodeState, legs: list[Request]) -> Iterator[Findi
             blocks=node.committed_blocks,
         )
     are_single = not any(r.arrived.alone_because for r in legs)
-    if computed > len(legs) and (are_single or not legs):
+    of_others = 0
+    if node.others is not None:
+        of_others = node.others.prefill_legs + node.others.decode_legs
+    if computed > len(legs) + of_others and (are_single or not legs):
         yield _finding(
             node,
             REQUESTS,

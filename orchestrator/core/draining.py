@@ -104,9 +104,10 @@ class Draining(Recovery):
     def _check_drain(self, node: Node, now: float) -> list[Effect]:
         """Dismiss a draining node on which nothing is out."""
         if node.drain is None and node.phase == DRAINING:
-            # An earlier router drained it
+            # Another router drained it, or somebody has stopped its agent
             due = now + self.limits.request_deadline_s
-            self._begin_drain(node, False, due).is_inherited = True
+            restarts = node.state is not None and node.state.restarts
+            self._begin_drain(node, restarts, due).is_inherited = True
         drain = node.drain
         if drain is None or drain.is_dismissed or node.prefill_legs or node.decode_legs:
             return []

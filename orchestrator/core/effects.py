@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from splitserve.orchestrator.agent.messages import NodeDescription
+from splitserve.orchestrator.agent.messages import NodeDescription, RouterLoad
 
 Leg = Literal["prefill", "decode"]
 DrainVerdict = Literal["draining", "unknown_node", "last_decode_node"]
@@ -62,6 +62,21 @@ class AnswerDrain(msgspec.Struct, frozen=True):
     message: str
 
 
+class TellLoad(msgspec.Struct, frozen=True):
+    """Tell the other routers, by the node's agent, what this one has placed there."""
+
+    node: str
+    incarnation: str
+    load: RouterLoad
+
+
+class LearnRole(msgspec.Struct, frozen=True):
+    """For people: another router has ordered the node to take that role."""
+
+    node: str
+    role: str
+
+
 class SetRole(msgspec.Struct, frozen=True):
     """Tell the agent what new work of its node is for from now on, also in its engine's next
     lives.
@@ -69,6 +84,10 @@ class SetRole(msgspec.Struct, frozen=True):
 
     node: str
     role: str
+    epoch: int
+    """Number of the order; an agent that has obeyed one with the same number or a higher one does
+    not obey it.
+    """
 
 
 class AnswerFlip(msgspec.Struct, frozen=True):
@@ -212,7 +231,7 @@ class EndRequest(msgspec.Struct, frozen=True):
     timeline: Timeline
 
 
-class Timeline(msgspec.Struct, kw_only=True):
+class Timeline(msgspec.Struct, kw_only=True, array_like=True):
     """What happened to one request, times in seconds of the core's clock; None for what did not
     happen.
     """
@@ -259,6 +278,8 @@ Effect = (
     | DismissNode
     | AnswerDrain
     | SetRole
+    | LearnRole
+    | TellLoad
     | AnswerFlip
     | AnswerForget
     | StartPair

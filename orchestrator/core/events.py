@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from splitserve.orchestrator.agent.messages import NodeDescription, NodeState
+from splitserve.orchestrator.agent.messages import NodeDescription, NodeState, OtherRouters
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
@@ -16,6 +16,8 @@ class NodeJoined(msgspec.Struct, frozen=True):
 
     description: NodeDescription
     role: str
+    role_epoch: int = 0
+    """Number of the order that gave it this role; 0 for none."""
 
 
 class NodeReported(msgspec.Struct, frozen=True):
@@ -51,6 +53,12 @@ class NodePrefixesReported(msgspec.Struct, frozen=True):
     added: tuple[tuple[bytes, int], ...]
     """(mark, tokens before it)."""
     removed: tuple[bytes, ...]
+
+
+class OtherRoutersReported(msgspec.Struct, frozen=True):
+    """An agent said what the other routers have placed on its node."""
+
+    told: OtherRouters
 
 
 class CachePrefixesReported(msgspec.Struct, frozen=True):
@@ -212,6 +220,7 @@ Event = (
     | NodeDisconnected
     | NodeDied
     | NodePrefixesReported
+    | OtherRoutersReported
     | CachePrefixesReported
     | CacheLost
     | DrainRequested

@@ -3,8 +3,9 @@ new work of the other role may come at once. What is out stays where it is, for 
 legs of both kinds: a request knows its nodes, whatever they are for by now.
 
 The role that a node was told to take outlasts its engine and its agent's connection. The agent says
-with every report what it takes the role to be, and is told again until that is right; after a
-restart of the router the agents' word counts.
+with every report what it takes the role to be, and by which order, and is told again until it has
+obeyed. Orders are numbered, and an agent obeys the first one of a number: where it has obeyed
+another router's, or this router is new, the agent's word counts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.draining import Draining
-from splitserve.orchestrator.core.effects import AnswerFlip, Effect, FlipVerdict, SetRole
-from splitserve.orchestrator.core.membership import DECODE, PREFILL, Returning
+from splitserve.orchestrator.core.effects import (
+    AnswerFlip,
+    Effect,
+    FlipVerdict,
+    LearnRole,
+    SetRole,
+)
+from splitserve.orchestrator.core.membership import DECODE, PREFILL, OrderedRole, Returning
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.events import FlipRequested
@@ -35,23 +42,29 @@ class Flipping(Draining):
             return [AnswerFlip(event.ticket, *refusal)]
         node = self.membership.nodes[event.node]
         is_last = not self._others(node)
-        node.role = self.membership.ordered_roles[node.name] = event.role
-        node.has_flipped = True
+        order = OrderedRole(event.role, node.role_epoch + 1)
+        self.membership.ordered_roles[node.name] = order
+        self._give_role(node, order)
         self.flips += 1
-        returning = self.membership.returning.get(node.name)
-        if returning is not None:
-            back = Returning(event.role, returning.old_incarnation)
-            self.membership.returning[node.name] = back
-        self.membership.changed()
-        self._weigh_marks()
-        self._may_place = True
         message = f"{node.name} takes {event.role} work from now on"
         if node.is_flipping:
             message += f"; it still owes {described(node)}"
         if is_last:
             message += "; no prefill node is left: decode nodes compute the prompts themselves"
         answer = AnswerFlip(event.ticket, "flipped", message)
-        return [answer, SetRole(node.name, event.role), *self._check_waiting(now)]
+        return [answer, SetRole(node.name, *order), *self._check_waiting(now)]
+
+    def _give_role(self, node: Node, order: OrderedRole) -> None:
+        """New work of the node is of that role."""
+        node.role, node.role_epoch = order
+        node.has_flipped = True
+        returning = self.membership.returning.get(node.name)
+        if returning is not None:
+            back = Returning(order.role, returning.old_incarnation)
+            self.membership.returning[node.name] = back
+        self.membership.changed()
+        self._weigh_marks()
+        self._may_place = True
 
     def _why_not_flip(self, event: FlipRequested) -> tuple[FlipVerdict, str] | None:
         """What is against it, and how to say so; None for nothing."""
@@ -90,9 +103,26 @@ class Flipping(Draining):
         """Usable nodes of the same role."""
         return [other for other in self.membership.usable(node.role) if other is not node]
 
-    def _role_orders(self, node: Node, said: str) -> list[Effect]:
-        """What its agent has to hear that takes the node's role to be ``said``."""
-        return [SetRole(node.name, node.role)] if said not in ("", node.role) else []
+    def _role_of(self, name: str, said: OrderedRole) -> OrderedRole:
+        """The role of a node whose agent says hello: what this router has ordered, unless the agent
+        has obeyed a later order, or another one with the same number.
+        """
+        order = self.membership.ordered_roles.get(name)
+        if order is not None and order.epoch > said.epoch:
+            return order
+        self.membership.ordered_roles.pop(name, None)
+        return said
+
+    def _hear_role(self, node: Node, said: OrderedRole, now: float) -> list[Effect]:
+        """The agent has told by which order its node has which role."""
+        if said.role in ("", node.role):
+            node.role_epoch = max(node.role_epoch, said.epoch)
+            return []
+        if said.epoch < node.role_epoch:
+            return [SetRole(node.name, node.role, node.role_epoch)]
+        self.membership.ordered_roles.pop(node.name, None)
+        self._give_role(node, said)
+        return [LearnRole(node.name, said.role), *self._check_waiting(now)]
 
 
 def described(node: Node) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         NodeState,
     )
     from splitserve.orchestrator.core.effects import Leg
+    from splitserve.orchestrator.core.peers import Others
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -41,7 +42,7 @@ class Drain:
     """The core has nothing out on it; what its engine holds for peers is its agent's to know."""
     is_overdue: bool = False
     is_inherited: bool = False
-    """An earlier router ordered it: whether the node restarts its agent knows better."""
+    """This router did not order it: whether the node restarts its agent knows better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ class Returning:
 
     role: str
     old_incarnation: str
+
+
+class OrderedRole(NamedTuple):
+    """A role that a node was told to take."""
+
+    role: str
+    epoch: int
+    """Number of the order, one more than that of the order before it."""
 
 
 class Owed(NamedTuple):
@@ -72,6 +81,8 @@ class Node:
     """What new work is for. Legs of the other role may still be out: where a leg is counts, not
     this.
     """
+    role_epoch: int = 0
+    """Number of the order that gave it the role."""
     has_flipped: bool = False
     """In this life of its engine, as far as this router knows."""
     phase: str = "loading"
@@ -88,7 +99,13 @@ class Node:
     """Estimated prompt tokens that decode legs compute here themselves."""
     committed_blocks: int = 0
     foreign_blocks: int = 0
-    """Used blocks that the core did not place, as of the last report."""
+    """Blocks that the core did not place: as of the last report those in use that no router has
+    placed, and what other routers have placed.
+    """
+    unplaced_blocks: int = 0
+    """The former alone."""
+    others: Others | None = None
+    """What other routers have there; None where this one is alone."""
     prefill_breaker: Breaker = field(default_factory=Breaker)
     decode_breaker: Breaker = field(default_factory=Breaker)
     chosen_at: int = 0
@@ -158,7 +175,14 @@ class Node:
         self.phase = state.phase
         total = state.total_blocks or self.description.total_blocks
         used = max(0, total - state.free_blocks)
-        self.foreign_blocks = max(state.leased_blocks, used - self.committed_blocks, 0)
+        placed = self.committed_blocks + (self.others.blocks if self.others is not None else 0)
+        self.unplaced_blocks = max(state.leased_blocks, used - placed, 0)
+        self.note_others(self.others)
+
+    def note_others(self, others: Others | None) -> None:
+        """Takes over what is known of other routers."""
+        self.others = others
+        self.foreign_blocks = self.unplaced_blocks + (others.blocks if others is not None else 0)
 
 
 class Membership:
@@ -170,7 +194,7 @@ class Membership:
         """Reason of the latest refusal by node name."""
         self.returning: dict[str, Returning] = {}
         """Nodes that restart because they were told to, by name, until they are usable again."""
-        self.ordered_roles: dict[str, str] = {}
+        self.ordered_roles: dict[str, OrderedRole] = {}
         """Roles that nodes were told to take, by name: they outlast engines and connections."""
         self._pools: dict[str, Pool] = {}
         self._adapters: dict[str, AdapterDescription] | None = None

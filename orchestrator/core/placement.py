@@ -110,10 +110,11 @@ def choose_decode(
             shut.append(node)
             continue
         missing = "decode_blocks"
-        key: tuple[int, ...] = (standing, node.decode_legs, node.chosen_at)
+        legs, committed = decode_load(node)
+        key: tuple[int, ...] = (standing, legs, node.chosen_at)
         if hits:
             hit = hits.get(node.description.incarnation, NO_HIT)
-            promised = node.committed_blocks * node.description.block_tokens
+            promised = committed * node.description.block_tokens
             key = (standing, promised - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
@@ -155,9 +156,10 @@ def choose_prefill(
         hit = hits.get(node.description.incarnation, NO_HIT) if hits else NO_HIT
         if not (ignores_slots or has_slot(node, tokens, hit.tokens, limits)):
             continue
-        key: tuple[int, ...] = (standing, node.prefill_legs, node.chosen_at)
+        legs, load = prefill_load(node)
+        key: tuple[int, ...] = (standing, legs, node.chosen_at)
         if hits:
-            key = (standing, node.prefill_tokens - hit.tokens, -hit.own_tokens, *key[1:])
+            key = (standing, load - hit.tokens, -hit.own_tokens, *key[1:])
         if best_key is not None and key >= best_key:
             continue
         if has_room(node, tokens):
@@ -221,29 +223,56 @@ class PrefillWant:
         return least.load_tokens + self.tokens - gain > self.limits.prefill_batch_tokens
 
 
+def prefill_load(node: Node) -> tuple[int, int]:
+    """(prefill legs, their tokens to compute) of all routers."""
+    others = node.others
+    if others is None:
+        return node.prefill_legs, node.prefill_tokens
+    return node.prefill_legs + others.prefill_legs, node.prefill_tokens + others.prefill_tokens
+
+
+def decode_load(node: Node) -> tuple[int, int]:
+    """(decode legs, committed blocks) of all routers."""
+    others = node.others
+    if others is None:
+        return node.decode_legs, node.committed_blocks
+    return node.decode_legs + others.decode_legs, node.committed_blocks + others.blocks
+
+
 def has_slot(node: Node, tokens: int, gain: int, limits: PlacementLimits) -> bool:
     """Whether the prompt's turn on a prefill node has come: few legs are there, or all that there
-    is to compute fits in one step.
+    is to compute fits in one step. A slot is left to another router that goes first.
     """
-    if node.prefill_legs <= limits.prefill_ahead_requests:
+    legs, load = prefill_load(node)
+    left = 0
+    if node.others is not None and not node.others.is_first_for_slot(node.prefill_legs):
+        left = 1
+    if legs + left <= limits.prefill_ahead_requests:
         return True
-    return node.prefill_tokens + tokens - gain <= limits.prefill_batch_tokens
+    return load + tokens - gain + left * tokens <= limits.prefill_batch_tokens
 
 
 def has_room(node: Node, tokens: int) -> bool:
-    """Whether the node's free blocks cover so many tokens, or nothing else is on it."""
-    free = node.description.total_blocks - node.foreign_blocks - node.committed_blocks
-    return free >= node.blocks_for(tokens) or is_idle(node)
+    """Whether so many tokens may be placed there: they fit, or the node is idle."""
+    blocks, free = node.blocks_for(tokens), node.free_blocks
+    if node.others is None:
+        return free >= blocks or is_idle(node)
+    others, committed = node.others, node.committed_blocks
+    left = node.blocks_for(others.left_tokens(committed))
+    fits = free >= blocks + left and others.is_part(blocks, free, committed)
+    return fits or is_idle(node)
 
 
 def is_idle(node: Node) -> bool:
-    """Whether nothing that the core placed, and nothing that the engine holds for a peer, is on the
+    """Whether nothing that a router placed, and nothing that the engine holds for a peer, is on the
     node.
 
     An idle node takes any request: if it is too large the engine says so better than the router
     could.
     """
-    if node.prefill_legs or node.decode_legs:
-        return False
-    state = node.state
-    return state is None or not (state.leased_blocks or state.running or state.waiting)
+    busy = node.state is not None and (
+        node.state.leased_blocks or node.state.running or node.state.waiting
+    )
+    others = node.others
+    is_used = others is not None and (others.prefill_legs or others.decode_legs)
+    return not (node.prefill_legs or node.decode_legs or busy or is_used)

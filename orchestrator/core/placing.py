@@ -29,6 +29,7 @@ from splitserve.orchestrator.core.expected_hits import (
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL
+from splitserve.orchestrator.core.peers import Peers
 from splitserve.orchestrator.core.placement import (
     Choice,
     DecodeWant,
@@ -63,6 +64,7 @@ class Placing(Suspecting, ABC):
     def __init__(self, limits: CoreLimits) -> None:
         super().__init__(limits)
         self.prefixes = PrefixIndex()
+        self.peers = Peers()
         self.requests: dict[str, Request] = {}
         self.queue: FairQueue[Request] = FairQueue(limits.tenant_weights)
         self.deadlines = {
@@ -271,6 +273,8 @@ class Placing(Suspecting, ABC):
         may always.
         """
         tokens = node.own_prompt_tokens + request.arrived.prompt_tokens
+        if node.others is not None:
+            tokens += node.others.own_prompt_tokens
         return not node.own_prompt_tokens or tokens <= self.limits.placement.own_prompt_limit_tokens
 
     def _tokens_of(self, request: Request) -> int:
@@ -334,6 +338,7 @@ class Placing(Suspecting, ABC):
         node.chosen_at = self._choices
         self.membership.touched(node)
         request.has_decode_leg = True
+        self.peers.touch(node)
         if not node.decode_breaker.is_clean:
             self.note_placed(node, "decode", request, now)
 
@@ -347,6 +352,7 @@ class Placing(Suspecting, ABC):
         node.chosen_at = self._choices
         self.membership.touched(node)
         request.has_prefill_leg = True
+        self.peers.touch(node)
         if not node.prefill_breaker.is_clean:
             self.note_placed(node, "prefill", request, now)
 
@@ -385,6 +391,7 @@ class Placing(Suspecting, ABC):
         if request.own_prompt_tokens:
             assert request.choice is not None
             request.choice.decode.own_prompt_tokens -= request.own_prompt_tokens
+            self.peers.touch(request.choice.decode)
             request.own_prompt_tokens = 0
             self._may_place = True
 
@@ -426,6 +433,7 @@ class Placing(Suspecting, ABC):
         choice.prefill.committed_blocks -= choice.prefill_blocks
         self.membership.touched(choice.prefill)
         request.has_prefill_leg = False
+        self.peers.touch(choice.prefill)
         self._may_place = True
         if not choice.prefill.prefill_breaker.is_clean:
             self.note_over(choice.prefill, "prefill", request)
@@ -441,6 +449,7 @@ class Placing(Suspecting, ABC):
         choice.decode.committed_blocks -= choice.decode_blocks
         self.membership.touched(choice.decode)
         request.has_decode_leg = False
+        self.peers.touch(choice.decode)
         if not self._waits_for_slot or self.queue.passing:
             self._may_place = True
         if not choice.decode.decode_breaker.is_clean:

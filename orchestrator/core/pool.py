@@ -18,7 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from splitserve.orchestrator.core.expected_hits import NO_HITS, cache_source, hits_by_levels
-from splitserve.orchestrator.core.placement import Least
+from splitserve.orchestrator.core.placement import Least, decode_load, prefill_load
 from splitserve.orchestrator.core.ranking import Place, Ranking
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class _Best(NamedTuple):
 
 
 class Pool:
-    """Nodes in the order in which they became known. Whoever changes what is counted on one, its
-    free blocks or its breakers, says so (``touch``); when one comes, goes or changes its role there
-    is a new pool.
+    """Nodes in the order in which they became known. Whoever changes what is counted on one, by
+    this router or others, its free blocks or its breakers, says so (``touch``); when one comes,
+    goes or changes its role there is a new pool.
     """
 
     def __init__(self, role: str, nodes: list[Node]) -> None:
@@ -160,11 +160,10 @@ class Pool:
 
     def _rank(self, node: Node) -> None:
         if self._is_decode:
-            breaker, legs = node.decode_breaker, node.decode_legs
-            load = node.committed_blocks * node.description.block_tokens
+            breaker, (legs, committed) = node.decode_breaker, decode_load(node)
+            load = committed * node.description.block_tokens
         else:
-            breaker, legs = node.prefill_breaker, node.prefill_legs
-            load = node.prefill_tokens
+            breaker, (legs, load) = node.prefill_breaker, prefill_load(node)
         if breaker.is_clean:
             self._doubtful.pop(node, None)
             serial = self._serials[node]

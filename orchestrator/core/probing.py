@@ -61,6 +61,8 @@ class Probing(Admission):
             return f"{node.name} takes no work now"
         probes = sum(_is_probe_on(other, node) for other in self.requests.values())
         legs = node.prefill_legs + node.decode_legs
+        if node.others is not None:
+            legs += node.others.prefill_legs + node.others.decode_legs
         if legs > probes:
             return f"{legs - probes} requests of clients are on {node.name}"
         if node.free_blocks < node.blocks_for(self._tokens_of(request)):

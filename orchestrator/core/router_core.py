@@ -31,7 +31,8 @@ from splitserve.orchestrator.core.errors import IllegalTransitionError
 from splitserve.orchestrator.core.expected_hits import cache_source
 from splitserve.orchestrator.core.fencing import Fencing
 from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Phase, Trigger
-from splitserve.orchestrator.core.membership import DECODE, Node
+from splitserve.orchestrator.core.membership import DECODE, Node, OrderedRole
+from splitserve.orchestrator.core.peers import NO_LOAD
 from splitserve.orchestrator.core.placement import is_idle
 from splitserve.orchestrator.core.placing import is_choosy
 from splitserve.orchestrator.core.probing import Probing
@@ -76,6 +77,7 @@ class RouterCore(Probing):
             ev.NodeDisconnected: self._on_node_disconnected,
             ev.NodeDied: self._on_node_died,
             ev.NodePrefixesReported: self._on_node_prefixes_reported,
+            ev.OtherRoutersReported: self._on_other_routers_reported,
             ev.CachePrefixesReported: self._on_cache_prefixes_reported,
             ev.CacheLost: self._on_cache_lost,
             ev.DrainRequested: self._on_drain_requested,
@@ -104,6 +106,10 @@ class RouterCore(Probing):
             self._may_place = False
         if self._breaker_news:
             effects = [*effects, *self._take_breaker_news()]
+        if self.peers.has_news:
+            first = self.queue.first()
+            waiting_tokens = self._tokens_of(first) if first is not None else 0
+            effects = [*effects, *self.peers.orders(waiting_tokens)]
         return effects
 
     def next_deadline(self) -> float | None:
@@ -152,18 +158,21 @@ class RouterCore(Probing):
             effects += self._await_no_more(description.node, now)
             return [*effects, RefuseNode(description.node, reason)]
         self.membership.refused.pop(description.node, None)
-        role = self.membership.ordered_roles.get(description.node, event.role)
+        said = OrderedRole(event.role, event.role_epoch)
+        role, epoch = self._role_of(description.node, said)
         if known:
             known.description, known.role = description, role
             known.is_connected, known.is_silent = True, False
+            self.peers.hear(known, (), NO_LOAD)
         else:
             known = self.membership.nodes[description.node] = Node(description, role)
+        known.role_epoch = epoch
         self._weigh_marks()
         self.membership.changed()
         self._hear(description.node, now)
         self._may_place = True
         missed = [AnnounceDeath(incarnation, description.node) for incarnation in self._deaths]
-        again = [*self._role_orders(known, event.role), *self._drain_orders(known)]
+        again = [*self._hear_role(known, said, now), *self._drain_orders(known)]
         return [*effects, AcceptNode(description.node), *missed, *again]
 
     def _on_node_reported(self, event: ev.NodeReported, now: float) -> list[Effect]:
@@ -186,7 +195,8 @@ class RouterCore(Probing):
         if now >= self.audit.due:
             self._look(now)
         effects = self.fencing.weigh(node, self._deaths, now)
-        effects += self._role_orders(node, state.role)
+        effects += self._hear_role(node, OrderedRole(state.role, state.role_epoch), now)
+        self.peers.touch(node, is_due=True)
         if node.is_usable:
             self._has_returned(node)
             return effects
@@ -197,6 +207,7 @@ class RouterCore(Probing):
         if node is None:
             return []
         node.is_connected = False
+        self.peers.hear(node, (), NO_LOAD)
         self.membership.changed()
         self._look(now)
         return self._check_waiting(now)
@@ -220,6 +231,7 @@ class RouterCore(Probing):
     ) -> list[Effect]:
         """Forget a node; every leg on it has failed."""
         del self.membership.nodes[node.name]
+        self.peers.hear(node, (), NO_LOAD)
         self.prefixes.drop(node.description.incarnation)
         self._weigh_marks()
         self.drain_dues.pop(node.name, None)
@@ -282,6 +294,17 @@ class RouterCore(Probing):
                 added=event.added,
                 removed=event.removed,
             )
+        return []
+
+    def _on_other_routers_reported(
+        self, event: ev.OtherRoutersReported, now: float
+    ) -> list[Effect]:
+        told = event.told
+        node = self.membership.find(told.node, told.incarnation)
+        if node is not None and node.is_connected:
+            self.peers.hear(node, told.others, told.seen)
+            self.membership.touched(node)
+            self._may_place = True
         return []
 
     def _on_cache_prefixes_reported(

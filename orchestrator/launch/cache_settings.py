@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from splitserve.kv_transfer.cache.settings import CacheSettings, TierSettings
 from splitserve.orchestrator.config import tenant_tag
 from splitserve.orchestrator.config.cache_checks import EVERY_TENANT
+from splitserve.orchestrator.config.cache_schema import AUTO_LOSSLESS
 
 if TYPE_CHECKING:
+    from splitserve.kv_transfer.cache.codecs.names import CodecName
     from splitserve.orchestrator.config import CacheConfig, TierConfig
 
 
@@ -25,7 +27,7 @@ def cache_settings(cache: CacheConfig, secret: bytes) -> CacheSettings:
     return CacheSettings(
         socket_path=cache.socket_path,
         chunk_tokens=cache.chunk_tokens,
-        tiers=tuple(tier_settings(tier) for tier in cache.tiers),
+        tiers=tuple(tier_settings(tier, cache.auto_codecs) for tier in cache.tiers),
         staging_bytes=cache.staging_bytes,
         write_queue_limit_bytes=cache.write_queue_limit_bytes,
         quota_bytes=quotas,
@@ -33,8 +35,12 @@ def cache_settings(cache: CacheConfig, secret: bytes) -> CacheSettings:
     )
 
 
-def tier_settings(tier: TierConfig) -> TierSettings:
-    """One tier's settings; a disk tier's URL is its folder."""
+def tier_settings(
+    tier: TierConfig, auto_codecs: tuple[CodecName, ...] = AUTO_LOSSLESS
+) -> TierSettings:
+    """One tier's settings; a disk tier's URL is its folder. ``auto_codecs`` are those among which
+    ``codec: auto`` may choose.
+    """
     url = tier.url or ""
     if tier.type == "disk":
         assert tier.path is not None, "the configuration's paths are filled in by `up`"
@@ -47,4 +53,6 @@ def tier_settings(tier: TierConfig) -> TierSettings:
         admission=tier.admission,
         url=url,
         options=tier.options,
+        codec=tier.codec,
+        auto_codecs=auto_codecs,
     )

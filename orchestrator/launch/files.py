@@ -50,6 +50,7 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     source: str
     """The YAML it was started from."""
     url: str
+    """Of its first router."""
     nodes: tuple[str, ...]
     phase: str
     """``starting``, ``serving`` or ``stopping``."""
@@ -57,11 +58,21 @@ class ClusterRecord(msgspec.Struct, kw_only=True, frozen=True):
     """Unix time."""
     log_dir: str
     launcher: str = "local"
-    """``local``: an ``up`` that holds every process; ``none``: the router alone, whose nodes are
-    started by somebody else.
+    """``local``: an ``up`` that holds every process; ``ray``: actors on a Ray cluster, which need
+    none; ``none``: the router alone, whose nodes are started by somebody else.
     """
+    more_urls: tuple[str, ...] = ()
+    """Of its other routers."""
     tls: TlsFiles | None = None
     """How its router is verified; None where it speaks plain HTTP."""
+
+    @property
+    def routers(self) -> list[ClusterRecord]:
+        """The record as if the cluster had that router alone, of each: for what only the router
+        knows that served a request.
+        """
+        urls = (self.url, *self.more_urls)
+        return [msgspec.structs.replace(self, url=url, more_urls=()) for url in urls]
 
 
 class ScaleOrder(msgspec.Struct, kw_only=True, frozen=True):
@@ -162,7 +173,12 @@ class ClusterFiles:
         return handle
 
     def is_running(self) -> bool:
-        """Whether an ``up`` holds the lock."""
+        """Whether an ``up`` holds the lock, or has left the cluster running on a Ray cluster."""
+        record = self.record()
+        return self.is_held() or (record is not None and record.launcher == "ray")
+
+    def is_held(self) -> bool:
+        """Whether an ``up`` on this machine holds the lock."""
         try:
             with (self.run_dir / "lock").open("rb") as handle:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

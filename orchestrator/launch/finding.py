@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SECTIONS = (
-    "name|engine|model|router|prefill|decode|cache|policy|security|observability|supervision"
+    "name|engine|launcher|ray|model|router|prefill|decode|cache|policy|security|observability|supervision"
     "|experimental_cuda|allow_shared_devices"
 )
 _KEY = re.compile(rf"(?<![\w.-])(?:{_SECTIONS})(?:\.[a-z_][a-z0-9_-]*|\[\d+\])*(?![\w-])")

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 
 from splitserve.kv_transfer.cache.settings import CACHE_SECRET_ENV
@@ -34,7 +33,7 @@ from splitserve.orchestrator.config import (
     cache_secret,
     dump_resolved,
     nodes,
-    router_url,
+    router_urls,
     secret_variables,
 )
 from splitserve.orchestrator.config.nodes import POOLS
@@ -45,6 +44,7 @@ from splitserve.orchestrator.launch.child_logs import shortened, tail
 from splitserve.orchestrator.launch.children import Child, Children, cancel, ending, sweep
 from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.launch.ports import taken_ports
+from splitserve.orchestrator.launch.router_health import router_health
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,6 @@ ROUTER_EXIT_REFUSED = 2
 """The router cannot use the configuration or the secrets it was given."""
 CACHE_EXIT_REFUSED = 2
 """The cache server cannot use its settings: a wrong one, or a store that is not there."""
-_HEALTH_TIMEOUT_S = 1.0
 _SWEEP_DEADLINE_S = 10.0
 _STOP_MARGIN_S = 6.0
 _CACHE_STOP_S = 10.0
@@ -83,7 +82,9 @@ class LocalLauncher:
         self.config = config
         self.files = files
         self.run = run
-        self.url = router_url(config)
+        self.urls = router_urls(config)
+        self.logs = str(config.observability.log_dir)
+        self.is_adopted = False
         self._tls = client_context(config.security.tls)
         self._model = model
         self._secret = secret
@@ -94,7 +95,9 @@ class LocalLauncher:
         self._cache: Child | None = None
         if config.cache is not None:
             self._cache = self._children.add(self._cache_child(config.cache))
-        self._router = self._children.add(self._router_child())
+        self._routers = [
+            self._children.add(self._router_child(index)) for index in range(len(self.urls))
+        ]
         self._agents = {
             node.name: self._children.add(self._agent_child(node.name)) for node in nodes(config)
         }
@@ -114,12 +117,18 @@ class LocalLauncher:
         """See ``Launcher``."""
         found = {name: read_status(self.files.run_dir, name) for name in self._agents}
         cache = await asyncio.to_thread(self._cache_state)
-        return ClusterStatus(router=await self._router_state(), nodes=found, cache=cache)
+        states = await asyncio.gather(
+            *(self._router_state(*known) for known in zip(self._routers, self.urls, strict=True))
+        )
+        named = dict(zip((child.name for child in self._routers), states, strict=True))
+        first = named.pop(ROUTER)
+        return ClusterStatus(router=first, more_routers=named, nodes=found, cache=cache)
 
     def failure(self) -> StartError | None:
         """See ``Launcher``."""
-        if self._router.state == "failed":
-            return _failure_of_program(self._router)
+        for router in self._routers:
+            if router.state == "failed":
+                return _failure_of_program(router)
         if self._cache is not None and self._cache.state == "failed":
             return _failure_of_program(self._cache)
         for name, child in self._agents.items():
@@ -131,11 +140,9 @@ class LocalLauncher:
         return None
 
     def broken(self) -> StartError | None:
-        """Why a cluster that served cannot serve any more: its router, or every node of a role, is
-        down for good.
-        """
-        if self._router.state == "failed":
-            return _failure_of_program(self._router)
+        """See ``Launcher``."""
+        if all(router.state == "failed" for router in self._routers):
+            return _failure_of_program(self._routers[0])
         roles = {
             node.name: last_role(self.files.run_dir, node.name) or node.pool
             for node in nodes(self.config)
@@ -177,7 +184,7 @@ class LocalLauncher:
         # Wishes first: one that is being granted makes another keeper
         await cancel(self._wish_task)
         await self._children.stop_watching()
-        await self._children.end([self._router], drain_s + _STOP_MARGIN_S if drain_s else 1.0)
+        await self._children.end(self._routers, drain_s + _STOP_MARGIN_S if drain_s else 1.0)
         await self._children.end(self._agents.values(), self._agent_stop_s)
         if self._cache is not None:
             await self._children.end([self._cache], _CACHE_STOP_S)
@@ -185,8 +192,12 @@ class LocalLauncher:
             self._say("some processes do not end although killed; see `splitserve status`")
         await asyncio.to_thread(sweep, self.run)
 
+    async def leave(self) -> None:
+        """See ``Launcher``: they are children of this process."""
+        raise StartError("the processes of a local cluster end with `up`")
+
     def hurry(self) -> None:
-        """A stop under way no longer waits for anybody."""
+        """See ``Launcher``."""
         self._children.hurry()
 
     def _cache_child(self, cache: CacheConfig) -> Child:
@@ -198,10 +209,12 @@ class LocalLauncher:
             child.env[CACHE_SECRET_ENV] = cache_secret(self.config, self._secret).hex()
         return child
 
-    def _router_child(self) -> Child:
+    def _router_child(self, index: int) -> Child:
         argv = [sys.executable, "-m", "splitserve.orchestrator.router"]
-        argv += ["--config", str(self.files.config_path)]
-        child = self._child(ROUTER, "the router", argv, self._log_dir / "router.log")
+        argv += ["--config", str(self.files.config_path), "--index", str(index)]
+        name = f"{ROUTER}-{index}" if index else ROUTER
+        title = f"router {index}" if len(self.urls) > 1 else "the router"
+        child = self._child(name, title, argv, self._log_dir / f"{name}.log", has_keys=True)
         child.final_exits = frozenset({ROUTER_EXIT_REFUSED})
         return child
 
@@ -213,8 +226,11 @@ class LocalLauncher:
         child.leave_exit = EXIT_STOPPED
         return child
 
-    def _child(self, name: str, title: str, argv: list[str], log_path: Path) -> Child:
-        unknown = secret_variables(self.config) if name != ROUTER else {SECRET_ENV}
+    def _child(
+        self, name: str, title: str, argv: list[str], log_path: Path, *, has_keys: bool = False
+    ) -> Child:
+        """``has_keys``: it may know the clients' keys."""
+        unknown = {SECRET_ENV} if has_keys else secret_variables(self.config)
         env = {
             **{key: value for key, value in os.environ.items() if key not in unknown},
             SECRET_FILE_ENV: str(self.files.secret_path),
@@ -242,19 +258,10 @@ class LocalLauncher:
         if await self._children.spawn_again(child, 0.0):
             self._children.watch_over(child)
 
-    async def _router_state(self) -> str:
-        if self._router.state != "running":
-            return self._router.state
-        timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
-        tls = self._tls if self._tls is not None else True
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.url}/health", ssl=tls) as response,
-            ):
-                return "ready" if response.status == 200 else "waits for nodes"
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return "starting"
+    async def _router_state(self, router: Child, url: str) -> str:
+        if router.state != "running":
+            return router.state
+        return await router_health(url, self._tls)
 
     def _cache_state(self) -> str:
         if self._cache is None or self._cache.state != "running":

@@ -5,11 +5,17 @@ from __future__ import annotations
 import secrets
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from splitserve.orchestrator.config import ConfigError, load, nodes, secret_for
+from splitserve.orchestrator.config import (
+    ConfigError,
+    load,
+    nodes,
+    secret_for,
+)
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.engines.command import engine_command
@@ -44,13 +50,33 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
     has been started.
     """
-    config = with_profile_path(with_cache_paths(load(source)))
+    config = load(source)
+    if config.launcher == "ray":
+        return _on_ray(source, config, environ)
+    config = with_profile_path(with_cache_paths(config))
     try:
         preflight(config, environ)
     except ConfigError as error:
         raise ConfigError(error.problems, source) from error
     config = with_log_dir(with_ports(config))
     return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config, environ))
+
+
+def _on_ray(source: str, config: ClusterConfig, environ: Mapping[str, str]) -> Plan:
+    """The hosts have the checks to pass, ports and folders are found there; here a folder of the
+    model that is named from where ``up`` was called gets its whole path.
+    """
+    folder = Path(config.model.path).expanduser()
+    if config.engine != "mock" and folder.is_dir():
+        model = config.model.model_copy(
+            update={"path": str(folder.absolute()), "served_name": config.model.name}
+        )
+        config = config.model_copy(update={"model": model})
+    try:
+        secret = secret_for(config, environ)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from error
+    return Plan(source, config, config.model.path, secrets.token_hex(8), secret)
 
 
 def shown_config(config: ClusterConfig) -> str:

@@ -52,7 +52,8 @@ def with_ports(config: ClusterConfig, rng: random.Random | None = None) -> Clust
     picker = _Picker(rng or random.SystemRandom())
     router = config.router
     if router.port == 0:
-        router = router.model_copy(update={"port": picker.run_of(1, [router.host])})
+        hosts = router.hosts or [router.host]
+        router = router.model_copy(update={"port": picker.run_of(router.replicas, hosts)})
     pools = {pool: _pool_with_ports(config.pool(pool), picker) for pool in ("prefill", "decode")}
     return config.model_copy(update={"router": router, **pools})
 

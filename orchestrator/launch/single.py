@@ -28,9 +28,10 @@ from splitserve.orchestrator.config import (
     ConfigError,
     cache_secret,
     dump_resolved,
+    for_router,
     load,
     nodes,
-    router_url,
+    router_urls,
     shared_secret,
     tenants_by_key,
 )
@@ -50,7 +51,7 @@ from splitserve.orchestrator.launch.ports import node_with_ports
 from splitserve.orchestrator.launch.preflight import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig
 
@@ -77,13 +78,16 @@ class SingleNode(Single):
     """With its ports and addresses on this machine."""
     model: str
     """Folder or Hub id, as this machine has it."""
-    router_url: str
+    router_urls: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SingleRouter(Single):
     """What a router is started with."""
 
+    index: int
+    urls: tuple[str, ...]
+    """Of all routers."""
     source: str
     tenant_by_key: Mapping[str, str]
 
@@ -93,15 +97,15 @@ def single_node(
     environ: Mapping[str, str],
     name: str,
     *,
-    router: str | None = None,
+    routers: Sequence[str] = (),
     host: str | None = None,
     advertise_host: str | None = None,
     cpus: int | None = None,
     has_own_address: bool = False,
 ) -> SingleNode:
     """The node ``name`` on this machine, which has what it needs. ``host`` is where it listens,
-    ``advertise_host`` where it is found, ``router`` the router's URL and ``cpus`` how many CPUs it
-    has, instead of what the YAML says. A node that ``has_own_address`` takes the first of the
+    ``advertise_host`` where it is found, ``routers`` the routers' URLs and ``cpus`` how many CPUs
+    it has, instead of what the YAML says. A node that ``has_own_address`` takes the first of the
     YAML's fixed ports, whatever its number. Raises ``ConfigError``.
     """
     with _named(source):
@@ -113,20 +117,31 @@ def single_node(
         if has_own_address:
             node = _with_first_ports(node)
         check(Subject(config, environ, here=frozenset({name}), placed=node))
-        url = router if router is not None else fixed_router_url(config)
+        urls = tuple(url.rstrip("/") for url in routers) or fixed_router_urls(config)
         found, model = node_with_ports(node), model_of(config)
-        return SingleNode(with_log_dir(config), secret, found, model, url.rstrip("/"))
+        return SingleNode(with_log_dir(config), secret, found, model, tuple(dict.fromkeys(urls)))
 
 
-def single_router(source: str, environ: Mapping[str, str]) -> SingleRouter:
-    """The router on this machine, which has what it needs. Raises ``ConfigError``."""
+def single_router(
+    source: str, environ: Mapping[str, str], index: int = 0, host: str | None = None
+) -> SingleRouter:
+    """The router ``index`` on this machine, which has what it needs. ``host`` is where it listens,
+    instead of what the YAML says. Raises ``ConfigError``.
+    """
     with _named(source):
         config = _loaded(source)
         secret = shared_secret(config, environ)
-        fixed_router_url(config)
+        urls = fixed_router_urls(config)
+        if index >= len(urls):
+            raise ConfigError(
+                [f"--index {index}: router.replicas is {len(urls)}, so the last is "
+                 f"{len(urls) - 1}; raise it, or use a smaller index"]
+            )  # fmt: skip
+        config = for_router(config, index, host)
         check(Subject(config, environ, here=frozenset({ROUTER})))
         keys = tenants_by_key(config, environ)
-        return SingleRouter(with_log_dir(config), secret, str(Path(source).absolute()), keys)
+        path = str(Path(source).absolute())
+        return SingleRouter(with_log_dir(config), secret, index, urls, path, keys)
 
 
 def single_cache(source: str, environ: Mapping[str, str]) -> Single:
@@ -138,15 +153,15 @@ def single_cache(source: str, environ: Mapping[str, str]) -> Single:
         return Single(with_log_dir(config), shared_secret(config, environ))
 
 
-def fixed_router_url(config: ClusterConfig) -> str:
-    """Where nodes elsewhere find the router. Raises ``ConfigError`` for a port that only its own
+def fixed_router_urls(config: ClusterConfig) -> tuple[str, ...]:
+    """Where nodes elsewhere find the routers. Raises ``ConfigError`` for a port that only its own
     process could know.
     """
     if config.router.port == 0:
         raise ConfigError(
             ["router.port: 0 takes a free port, which nodes elsewhere cannot know; give one"]
         )
-    return router_url(config)
+    return router_urls(config)
 
 
 @contextmanager
@@ -223,16 +238,22 @@ def holding(cluster: Single, process: str) -> Iterator[Path]:
 
 @contextmanager
 def recorded(router: SingleRouter) -> Iterator[None]:
-    """``splitserve status``, ``flip``, ``down`` and the other commands find the router on this
-    machine. Raises ``RunningClusterError``.
+    """``splitserve status``, ``flip``, ``down`` and the other commands find the routers on this
+    machine, by what the first of them that was started here has written. Raises
+    ``RunningClusterError``.
     """
     files, config = router.files, router.config
+    found = files.record()
+    if files.is_running() and found is not None and found.launcher == "none":
+        yield
+        return
     record = ClusterRecord(
         name=config.name,
         run=secrets.token_hex(8),
         pid=os.getpid(),
         source=router.source,
-        url=fixed_router_url(config),
+        url=router.urls[router.index],
+        more_urls=tuple(url for url in router.urls if url != router.urls[router.index]),
         nodes=tuple(node.name for node in nodes(config)),
         phase="serving",
         started=time.time(),

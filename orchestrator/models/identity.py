@@ -1,4 +1,4 @@
-"""What weights are, whatever they are called and wherever they lie."""
+"""What weights and tokenizers are, whatever they are called and wherever they lie."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 SAMPLE_BYTES = 1 << 20
 CONFIG_FILES = ("config.json", "adapter_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def weights_identity(folder: Path, revision: str | None) -> str:
@@ -29,3 +36,19 @@ def weights_identity(folder: Path, revision: str | None) -> str:
                 file.seek(offset)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def tokenizer_identity(folder: Path, revision: str | None) -> str:
+    """Content of a local folder's tokenizer and chat template, or a Hub id with the revision."""
+    digest = blake2b(digest_size=16)
+    found = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+    if not found:
+        return f"{folder}@{revision}"
+    for path in found:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def layers_identity(names: Iterable[str]) -> str:
+    """The attention layers of a model, by their names in vLLM."""
+    return blake2b("\n".join(names).encode(), digest_size=8).hexdigest()

@@ -2,8 +2,9 @@
 sent in a process of their own.
 
 A router has one thread for all requests, and making four spans takes as long as half a request.
-Standard input brings one record per line (``request_log``); standard output gives a line of counts
-after each batch. It ends when its input does, ``CLOSE_TIMEOUT_S`` later at most.
+Standard input brings the requests (``request_records``); standard output gives a line of counts
+after each batch. It ends when its input does, ``CLOSE_TIMEOUT_S`` later at most: signals that end a
+router, and reach a whole process group, do not end it before that.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import orjson
 
 from splitserve.orchestrator.config.tracing_schema import TracingConfig
 from splitserve.orchestrator.observe.span_sender import SpanSender, exporter_of
 from splitserve.orchestrator.observe.spans import SpanSource, request_spans
+from splitserve.orchestrator.router.request_records import records_in
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.observe.sent_counts import SentCounts
@@ -39,6 +41,8 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """The process's exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.argv[1].encode(), type=ProgramSettings)
     tracing = TracingConfig.model_validate(settings.tracing)
     logging.basicConfig(
@@ -48,14 +52,15 @@ def main() -> int:
     )
     os.nice(NICENESS)
     source = SpanSource(f"{tracing.service_name}-router", settings.instance, settings.model)
-    sender: SpanSender[bytes] = SpanSender(
+    sender: SpanSender[dict[str, Any]] = SpanSender(
         exporter_of(tracing),
-        lambda line: request_spans(orjson.loads(line), source),
+        lambda record: request_spans(record, source),
         tracing.traces_url,
         _tell,
     )
-    for line in sys.stdin.buffer:
-        sender.put(line)
+    for records in records_in(sys.stdin.buffer):
+        for record, _ in records:
+            sender.put(record)
     sender.close(CLOSE_TIMEOUT_S)
     return 0
 

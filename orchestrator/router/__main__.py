@@ -17,6 +17,7 @@ from pathlib import Path
 from splitserve.orchestrator.config import (
     ConfigError,
     cluster_secret,
+    for_router,
     load_resolved,
     tenants_by_key,
 )
@@ -27,15 +28,16 @@ def main() -> int:
     """The process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m splitserve.orchestrator.router")
     parser.add_argument("--config", required=True, type=Path, help="resolved configuration (JSON)")
+    parser.add_argument("--index", type=int, default=0, help="which of the cluster's routers")
     arguments = parser.parse_args()
     try:
-        config = load_resolved(arguments.config)
+        config = for_router(load_resolved(arguments.config), arguments.index)
         secret = cluster_secret(os.environ)
         keys = tenants_by_key(config, os.environ)
-    except (ConfigError, OSError, ValueError) as error:
+    except (ConfigError, OSError, KeyError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    return run(config, secret, keys)
+    return run(config, secret, keys, index=arguments.index)
 
 
 if __name__ == "__main__":

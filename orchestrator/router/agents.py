@@ -160,7 +160,9 @@ class AgentHub:
         assert self.driver is not None
         node = self.driver.core.membership.nodes[order.node]
         self._incidents.note("joined", order.node, f"takes part as a {node.role} node")
-        self._send(order.node, msg.Welcome(router="splitserve"))
+        self._send(
+            order.node, msg.Welcome(router=self.driver.name, index=self.driver.core.peers.index)
+        )
 
     def refuse(self, order: ef.RefuseNode) -> None:
         _log.error("node %s is refused: %s", order.node, order.reason)
@@ -189,7 +191,15 @@ class AgentHub:
         self._send(order.node, msg.Dismiss(incarnation=order.incarnation, at_once=order.at_once))
 
     def set_role(self, order: ef.SetRole) -> None:
-        self._send(order.node, msg.SetRole(role=order.role))
+        self._send(order.node, msg.SetRole(role=order.role, epoch=order.epoch))
+
+    def learn_role(self, order: ef.LearnRole) -> None:
+        message = f"another router has made it a {order.role} node"
+        _log.info("%s: %s", order.node, message)
+        self._incidents.note("flipped", order.node, message)
+
+    def tell_load(self, order: ef.TellLoad) -> None:
+        self._send(order.node, msg.TellLoad(incarnation=order.incarnation, load=order.load))
 
     def announce_death(self, order: ef.AnnounceDeath) -> None:
         for name, connection in self._connections.items():
@@ -225,9 +235,11 @@ class AgentHub:
                 connection.description = description
                 self._connections[description.node] = connection
                 self.loading.pop(description.node, None)
-                self.driver.tell(ev.NodeJoined(description, role))
+                self.driver.tell(ev.NodeJoined(description, role, frame.role_epoch))
             case msg.NodeState():
                 self.driver.tell(ev.NodeReported(frame))
+            case msg.OtherRouters():
+                self.driver.tell(ev.OtherRoutersReported(frame))
             case msg.NodePrefixes():
                 self.driver.tell(_prefixes_reported(frame))
             case msg.NodeTransfers():

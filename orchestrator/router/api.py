@@ -7,7 +7,6 @@ A route answers on the connection at once, or makes an ``Exchange`` that answers
 
 from __future__ import annotations
 
-import secrets
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from splitserve.orchestrator.router.openapi import OPENAPI_PATH, document
 from splitserve.orchestrator.router.probes import PROBE_PATH, Probes
 from splitserve.orchestrator.router.prompt_marks import NO_MARKS, PromptMarks
 from splitserve.orchestrator.router.recordings import RECORDING_PATH
-from splitserve.orchestrator.router.request_log import server_timing
+from splitserve.orchestrator.router.request_records import server_timing
 from splitserve.orchestrator.router.response_ids import ResponseIds
 from splitserve.orchestrator.router.service_discovery import HTTP_SD_PATH, targets_of
 from splitserve.orchestrator.router.status import audit_of, models_of
@@ -127,7 +126,6 @@ class Api:
         self._response_ids = ResponseIds(driver.secret, driver.core.membership)
         self._forwarding = Forwarding(driver, tenants, self._response_ids, self._new_id, trace_ids)
         self._started_unix_s = int(time.time())
-        self._life = secrets.token_hex(4)
         self._count = 0
         self._document = document(has_cache=cache is not None, wants_keys=tenants.are_required)
         self._routes: dict[tuple[str, str], Route] = {
@@ -301,7 +299,7 @@ class Api:
 
     def _new_id(self) -> str:
         self._count += 1
-        return f"{self._life}-{self._count:x}"
+        return f"{self._driver.name}-{self._count:x}"
 
     def _server_timing(self, request_id: str) -> bytes:
         """That header's value when the answer begins: parts of the time until now."""

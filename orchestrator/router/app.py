@@ -38,10 +38,10 @@ from splitserve.orchestrator.router.http_server import HttpServer
 from splitserve.orchestrator.router.incidents import Incidents
 from splitserve.orchestrator.router.metrics import RouterMetrics
 from splitserve.orchestrator.router.probes import PROBE
+from splitserve.orchestrator.router.record_pipe import RecordPipe, log_pipe, span_pipe
 from splitserve.orchestrator.router.recordings import Recordings
 from splitserve.orchestrator.router.request_log import RequestLog
 from splitserve.orchestrator.router.scrapes import Scrapes
-from splitserve.orchestrator.router.span_pipe import SpanPipe
 from splitserve.orchestrator.router.status import snapshot_of
 from splitserve.orchestrator.router.tenants import Tenants
 
@@ -92,8 +92,9 @@ class Router:
     _cache: CacheApi | None = None
     _glance: CacheGlance | None = None
     _autotune: Autotune | None = None
-    _spans: SpanPipe | None = None
+    _spans: RecordPipe | None = None
     _scrapes: Scrapes | None = None
+    _log_writer: RecordPipe | None = None
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more and let what runs finish, for at most ``timeout_s``."""
@@ -121,8 +122,8 @@ class Router:
         self.driver.close()
         self.client.close()
         self.log.flush()
-        if self._spans is not None:
-            await self._spans.stop()
+        pipes = [pipe for pipe in (self._spans, self._log_writer) if pipe is not None]
+        await asyncio.gather(*(pipe.stop() for pipe in pipes))
 
 
 async def start(
@@ -130,8 +131,14 @@ async def start(
     secret: bytes,
     tenant_by_key: Mapping[str, str],
     log_stream: IO[bytes] | None = None,
+    index: int = 0,
+    *,
+    writes_log_apart: bool = False,
 ) -> Router:
-    """Listen as the configuration says. Raises ``CannotListenError`` when the port is taken."""
+    """Listen as the configuration says, as the router ``index`` of the cluster.
+    ``writes_log_apart``: a process of its own writes to ``log_stream``, which has a descriptor.
+    Raises ``CannotListenError`` when the port is taken.
+    """
     core = RouterCore(limits_of(config))
     incidents = Incidents()
     agents = AgentHub(secret, incidents, scheme=scheme_of(config))
@@ -143,9 +150,10 @@ async def start(
     trace_ids = spans = None
     if tracing is not None:
         trace_ids = TraceIds(tracing.sample_ratio, Random())
-        spans = SpanPipe(tracing, config.router.port, config.model.name)
+        spans = span_pipe(tracing, config.router.port, config.model.name)
         metrics.count_traces(spans)
-    log = RequestLog(log_stream, config.observability.timeline_requests, spans)
+    log_writer = log_pipe(log_stream) if log_stream is not None and writes_log_apart else None
+    log = RequestLog(log_stream, config.observability.timeline_requests, spans, log_writer)
     log.on_final.append(metrics.account_for)
     tls = config.security.tls
     client = EngineClient(
@@ -165,6 +173,7 @@ async def start(
             autotune.ended(timeline, tally)
 
     driver = CoreDriver(core, client, agents, secret, on_end, incidents)
+    core.peers.index = index
     autotune = _autotune_of(config, driver)
     agents.driver = driver
     tenants = Tenants(tenant_by_key, secret)
@@ -223,8 +232,9 @@ async def start(
         watch.start()
     if autotune is not None:
         autotune.start()
-    if spans is not None:
-        spans.start()
+    for pipe in (spans, log_writer):
+        if pipe is not None:
+            pipe.start()
     return Router(
         core,
         driver,
@@ -244,6 +254,7 @@ async def start(
         autotune,
         spans,
         scrapes,
+        log_writer,
     )
 
 
@@ -269,7 +280,7 @@ def no_prompt_logprobs(config: ClusterConfig) -> str:
     every position of the prompt up as if it were one of the answer (``PunicaWrapperCPU``'s
     ``add_lora_logits``), and ends.
     """
-    if config.engine != "vllm" or config.decode.gpus is not None:
+    if config.engine_of("decode") != "vllm" or config.decode.gpus is not None:
         return ""
     flags = {key.replace("-", "_"): on for key, on in config.decode.engine_args.passed_on.items()}
     if not flags.get("enable_lora"):
@@ -315,11 +326,12 @@ async def run(
     config: ClusterConfig,
     secret: bytes,
     tenant_by_key: Mapping[str, str],
+    index: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop; a second signal ends the drain."""
     wants_log = config.observability.log_level in ("debug", "info")
     log_stream = sys.stdout.buffer if wants_log else None
-    router = await start(config, secret, tenant_by_key, log_stream)
+    router = await start(config, secret, tenant_by_key, log_stream, index, writes_log_apart=True)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

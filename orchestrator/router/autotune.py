@@ -1,6 +1,9 @@
 """The shell around the controller of ``policy.autotune``: tells it what comes and how it is served,
 asks it once per window, says in the log what it decides, and carries that out when the mode is
 ``on``.
+
+Of several routers the one with the lowest number that is there decides; it takes what comes to each
+of the others to be as much as what comes to itself.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Autotune:
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=SHOWN_DECISIONS)
         """(unix time, decision), the latest last."""
         self._timer: asyncio.TimerHandle | None = None
+        self._routers = 1
+        """How many there are, as of the last window."""
 
     def start(self) -> None:
         """It watches from now on."""
@@ -76,7 +81,8 @@ class Autotune:
     def arrived(self, event: RequestArrived) -> None:
         """A request has come."""
         if event.endpoint != PROBE:
-            self._controller.arrived(time.monotonic(), event.prompt_tokens)
+            for _ in range(self._routers):
+                self._controller.arrived(time.monotonic(), event.prompt_tokens)
 
     def ended(self, timeline: Timeline, tally: Tally) -> None:
         """A request is over. One that the client broke off or got wrong tells nothing."""
@@ -95,24 +101,35 @@ class Autotune:
             "mode": settings.mode,
             "ttft_ms": settings.ttft_ms,
             "itl_ms": settings.itl_ms,
+            "is_left_to_another": self._is_left_to_another,
             "decisions": [
                 _as_record(unix_s, decision) for unix_s, decision in reversed(self._decisions)
             ],
         }
 
     def decide(self) -> None:
-        """One decision, said and, when that is wanted, carried out."""
+        """One decision, said and, when that is wanted, carried out; none while it is another
+        router's.
+        """
         now, core = time.monotonic(), self._driver.core
         nodes = core.membership.nodes
+        self._routers = core.peers.count(nodes.values())
+        if self._is_left_to_another:
+            return
         self._note_changes(now, nodes)
         slow = {role: self._slow.slow(role) for role in (PREFILL, DECODE)}
         seen = [_seen(node, is_slow=node.name in slow[node.role]) for node in nodes.values()]
-        decision = self._controller.decide(now, seen, core.queue.size)
+        decision = self._controller.decide(now, seen, core.queue.size * self._routers)
         self._decisions.append((time.time(), decision))
         is_advice = decision.is_change and self._settings.mode != "on"
         _log.info("autotune%s: %s", " advises" if is_advice else "", decision.why)
         if decision.is_change and not is_advice:
             self._driver.flip(decision.node, decision.role, answer=self._answered)
+
+    @property
+    def _is_left_to_another(self) -> bool:
+        core = self._driver.core
+        return not core.peers.is_lowest(core.membership.nodes.values())
 
     def _answered(self, order: AnswerFlip) -> None:
         """The driver has logged the verdict; the change is seen at the next decision."""
@@ -193,6 +210,9 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _seen(node: Node, *, is_slow: bool) -> NodeSeen:
+    legs = node.prefill_legs + node.decode_legs
+    if node.others is not None:
+        legs += node.others.prefill_legs + node.others.decode_legs
     breaker = node.decode_breaker if node.role == DECODE else node.prefill_breaker
     return NodeSeen(
         node.name,
@@ -201,7 +221,7 @@ def _seen(node: Node, *, is_slow: bool) -> NodeSeen:
         is_slow=is_slow or breaker.state is not BreakerState.CLOSED,
         can_flip=not node.description.flip_obstacle,
         owes=node.is_flipping,
-        legs=node.prefill_legs + node.decode_legs,
+        legs=legs,
     )
 
 

@@ -72,6 +72,7 @@ class CacheApi:
         assert config.socket_path is not None, "the configuration's paths are filled in by `up`"
         self._control = CacheControl(config.socket_path)
         self._chunk_tokens = config.chunk_tokens
+        self._key_codec = config.key_codec
         self._tiers = tier_names(tier.type for tier in config.tiers)
         self._driver = driver
         self._tenants = tenants
@@ -176,7 +177,7 @@ class CacheApi:
         if len(tokens) < self._chunk_tokens:
             message = f"the prompt has {len(tokens)} tokens, less than the {self._chunk_tokens} of"
             raise ApiError(400, f"{message} one chunk: nothing of it is ever cached")
-        model = model_digest(node.fingerprint, self._chunk_tokens)
+        model = model_digest(node.fingerprint, self._chunk_tokens, self._key_codec)
         root = root_key(model, tag_of(self._tenants.tag(body.tenant or "")), salt, body.adapter)
         # A million tokens take some 50 ms, which streams need not wait for
         keys = await asyncio.to_thread(chunk_keys, root, tokens, self._chunk_tokens)

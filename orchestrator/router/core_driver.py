@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -58,6 +59,8 @@ class CoreDriver:
         incidents: Incidents,
     ) -> None:
         self.core = core
+        self.name = secrets.token_hex(4)
+        """This router's: no other one has had it, and ids of its requests have it in them."""
         self.client = client
         self.secret = secret
         self.exchanges: dict[str, Exchange] = {}
@@ -94,6 +97,8 @@ class CoreDriver:
             ef.AnswerFlip: lambda order: self._operators.pop(order.ticket)(order),
             ef.AnswerForget: lambda order: self._operators.pop(order.ticket)(order),
             ef.SetRole: agents.set_role,
+            ef.LearnRole: agents.learn_role,
+            ef.TellLoad: agents.tell_load,
             ef.FailTransfer: agents.fail_transfer,
             ef.RetargetTransfer: agents.retarget_transfer,
             ef.AnnounceDeath: agents.announce_death,

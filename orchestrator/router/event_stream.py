@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.router.http_server import HttpConnection
     from splitserve.orchestrator.router.incidents import Incident, Incidents
-    from splitserve.orchestrator.router.request_log import Account, RequestLog
+    from splitserve.orchestrator.router.request_log import RequestLog
+    from splitserve.orchestrator.router.request_records import Account
     from splitserve.orchestrator.router.sink import Sink
     from splitserve.orchestrator.router.token_counts import Tally
 

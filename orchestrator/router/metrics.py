@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Timeline
     from splitserve.orchestrator.core.membership import Node
     from splitserve.orchestrator.core.router_core import RouterCore
-    from splitserve.orchestrator.router.request_log import Account
-    from splitserve.orchestrator.router.span_pipe import SpanPipe
+    from splitserve.orchestrator.router.record_pipe import RecordPipe
+    from splitserve.orchestrator.router.request_records import Account
     from splitserve.orchestrator.router.token_counts import Tally
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -165,7 +165,7 @@ class RouterMetrics:
         """One request was answered before it was admitted."""
         self._refused_before_core[status] += 1
 
-    def count_traces(self, spans: SpanPipe) -> None:
+    def count_traces(self, spans: RecordPipe) -> None:
         """What becomes of traced requests is shown, too."""
 
         def families() -> Iterable[Metric]:

@@ -10,7 +10,6 @@ placed at once gets 429.
 from __future__ import annotations
 
 import itertools
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,7 +38,6 @@ class Probes:
     def __init__(self, driver: CoreDriver, served_name: str) -> None:
         self._driver = driver
         self._models = frozenset({served_name})
-        self._life = secrets.token_hex(4)
         self._numbers = itertools.count(1)
 
     def handle(self, request: HttpRequest, connection: HttpConnection) -> None:
@@ -52,7 +50,7 @@ class Probes:
         if pinned.prefill and body.alone_because:
             raise ApiError(400, f"this request cannot be split: {body.alone_because}")
         body.can_continue = False
-        own_id = f"{PROBE}-{self._life}-{next(self._numbers):x}"
+        own_id = f"{PROBE}-{self._driver.name}-{next(self._numbers):x}"
         exchange = Exchange(
             self._driver,
             own_id,

@@ -1,11 +1,11 @@
 """Who records the router's requests: each recorder gets a line of JSON when a request arrives and
 one when it ends, for as long as its connection lasts. No line holds a word of a prompt.
 
-``{"event":"began"}`` comes first. ``arrived`` has the request's ``id``, the time ``at_s`` on the
-router's own clock, and ``marks`` (hex) and ``prompt_bytes`` of its prompt (``prompt_marks.py``), by
-which equal beginnings are told. ``ended`` has ``id``, ``input_tokens``, ``output_tokens`` (null
-without an answer) and ``output_limit_tokens``. A recorder that is too slow loses lines, and is told
-how many in ``lost``.
+``began`` comes first, with the time ``at_s`` on the router's own clock. ``arrived`` has the
+request's ``id``, that time, and ``marks`` (hex) and ``prompt_bytes`` of its prompt
+(``prompt_marks.py``), by which equal beginnings are told. ``ended`` has ``id``, ``input_tokens``,
+``output_tokens`` (null without an answer) and ``output_limit_tokens``. A recorder that is too slow
+loses lines, and is told how many in ``lost``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Recordings:
         self._recorders.append(recorder)
         connection.listener = recorder
         connection.send_head(200, _LINES, None)
-        recorder.say({"event": "began"})
+        recorder.say({"event": "began", "at_s": time.monotonic()})
 
     def arrived(self, request_id: str, marks: Marks) -> None:
         """A request is at the door."""

@@ -1,7 +1,8 @@
 """One JSON line per request: when what happened to it, and who served it.
 
-Lines are collected and written together a few times a second, so a request never waits for the log.
-A line waits for what the nodes say of the request's transfer, for at most ``FACTS_WAIT_S``.
+Lines are collected and written together a few times a second, by a process of their own while it
+runs (``log_program``), so a request never waits for the log. A line waits for what the nodes say of
+the request's transfer, for at most ``FACTS_WAIT_S``.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
-import orjson
-
-from splitserve.orchestrator.observe.trace_context import SERVER, UNTRACED
-from splitserve.orchestrator.router.request_parts import Moments, overlap_of, parts_of
-from splitserve.orchestrator.router.transfer_facts import NO_TRANSFER, Transfer, is_in_time
+from splitserve.orchestrator.router.log_lines import LogLines
+from splitserve.orchestrator.router.request_records import (
+    Account,
+    Ended,
+    account_of,
+    as_record,
+    frame_of,
+)
+from splitserve.orchestrator.router.transfer_facts import NO_TRANSFER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from splitserve.orchestrator.core.effects import Timeline
-    from splitserve.orchestrator.router.span_pipe import SpanPipe
+    from splitserve.orchestrator.router.record_pipe import RecordPipe
     from splitserve.orchestrator.router.token_counts import Tally
     from splitserve.orchestrator.router.transfer_facts import RequestFacts
 
@@ -38,16 +43,6 @@ longer than all else about a line.
 """
 FACTS_WAIT_S = 1.5
 """How long a request that has ended waits for what its nodes know of its transfer."""
-
-
-class Account(NamedTuple):
-    """Where a request's time went."""
-
-    parts: dict[str, float]
-    """Milliseconds; see ``request_parts``."""
-    transfer: Transfer
-    hidden_ms: float | None
-    exposed_ms: float | None
 
 
 @dataclass(slots=True)
@@ -71,15 +66,24 @@ class RequestLog:
     """Writes the lines, and remembers the latest timelines for people who ask."""
 
     def __init__(
-        self, stream: IO[bytes] | None, kept_requests: int, spans: SpanPipe | None = None
+        self,
+        stream: IO[bytes] | None,
+        kept_requests: int,
+        spans: RecordPipe | None = None,
+        writer: RecordPipe | None = None,
     ) -> None:
+        """``spans`` makes spans of the requests that are traced. ``writer`` writes the lines to
+        ``stream`` while it runs; what comes before and after its life is written here.
+        """
         self.on_final: list[Callable[[Timeline, Tally, Account], None]] = []
         """Who wants to know where each request's time went, once that is known or not waited for
         any more.
         """
-        self._stream = stream
+        self._lines = None if stream is None else LogLines(stream)
         self._spans = spans
-        """Who makes spans of the requests that are traced."""
+        self._writer = writer
+        self._unsaid_losses = 0
+        """Lines that the writer could not take."""
         self._kept: deque[Entry] = deque(maxlen=kept_requests)
         self._unwritten: list[Entry] = []
         """Those that wait for what nodes know."""
@@ -88,7 +92,6 @@ class RequestLog:
         still have them, which halves the time.
         """
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._lost_lines = 0
         self._wall_offset = time.time() - time.monotonic()
 
     def add(self, timeline: Timeline, tally: Tally, facts: RequestFacts | None = None) -> None:
@@ -177,146 +180,33 @@ class RequestLog:
             self._write(due)
 
     def _write(self, entries: Iterable[tuple[Entry, Account]]) -> None:
-        lines: list[bytes] = []
-        traced: list[bytes] = []
+        batch: list[Ended] = []
         for entry, account in entries:
             for tell in self.on_final:
                 tell(entry.timeline, entry.tally, account)
-            is_traced = self._spans is not None and entry.tally.is_traced
-            if self._stream is None and not is_traced:
-                continue
-            record = self.record(entry.timeline, entry.tally, account)
-            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-            lines.append(line)
-            if is_traced:
-                traced.append(line)
-            if len(lines) >= WRITTEN_TOGETHER_LINES:
-                self._hand_over(lines, traced)
-                lines, traced = [], []
-        self._hand_over(lines, traced)
+            batch.append(Ended(entry.timeline, entry.tally, account))
+            if len(batch) >= WRITTEN_TOGETHER_LINES:
+                self._hand_over(batch)
+                batch = []
+        if batch:
+            self._hand_over(batch)
 
-    def _hand_over(self, lines: list[bytes], traced: list[bytes]) -> None:
-        if traced and self._spans is not None:
-            self._spans.send(traced)
-        if lines and self._stream is not None:
-            self._write_lines(self._stream, lines)
-
-    def _write_lines(self, stream: IO[bytes], lines: list[bytes]) -> None:
-        try:
-            stream.write(b"".join(lines))
-            stream.flush()
-        except OSError as error:
-            if not self._lost_lines:
-                _log.error("the request log cannot be written: %s", error)
-            self._lost_lines += len(lines)
-        else:
-            if self._lost_lines:
-                _log.error("%d lines of the request log were lost", self._lost_lines)
-            self._lost_lines = 0
+    def _hand_over(self, batch: list[Ended]) -> None:
+        if self._spans is not None:
+            traced = [one for one in batch if one.tally.is_traced]
+            if traced:
+                self._spans.send(frame_of(traced, self._wall_offset), len(traced))
+        if self._lines is None:
+            return
+        if self._writer is None or not self._writer.is_running:
+            self._lines.write(self.record(*one) for one in batch)
+        elif not self._writer.send(frame_of(batch, self._wall_offset), len(batch)):
+            if not self._unsaid_losses:
+                _log.error("the request log cannot be written as fast as requests end")
+            self._unsaid_losses += len(batch)
+        elif self._unsaid_losses:
+            _log.error("%d lines of the request log were lost", self._unsaid_losses)
+            self._unsaid_losses = 0
 
     def _record(self, entry: Entry) -> dict[str, Any]:
         return self.record(entry.timeline, entry.tally, entry.account())
-
-
-def account_of(timeline: Timeline, transfer: Transfer, now: float | None = None) -> Account:
-    """Where the time went of a request that has ended; of one that has not, up to ``now``."""
-    ended = timeline.last_data if now is None else now
-    landed = transfer.landed
-    if landed is not None and not is_in_time(landed, timeline.first_data):
-        landed = None  # Another one brought the first data, or none.
-    moments = Moments(
-        timeline.received,
-        timeline.received if ended is None else ended,
-        timeline.streaming,
-        timeline.first_dispatched,
-        timeline.redispatched,
-        transfer.prefill_started,
-        transfer.prefill_ended,
-        landed,
-        timeline.first_data,
-    )
-    if transfer is NO_TRANSFER:
-        return Account(parts_of(moments), transfer, None, None)
-    overlap = overlap_of(transfer.first_write, transfer.prefill_ended, transfer.landed)
-    return Account(parts_of(moments), transfer, *overlap)
-
-
-def server_timing(timeline: Timeline, facts: RequestFacts | None, now: float) -> bytes:
-    """The header of that name (W3C) for an answer that begins now: the parts before the first data,
-    by what is known, and their sum.
-    """
-    transfer = NO_TRANSFER if facts is None else facts.transfer(timeline.first_data)
-    until = now if timeline.first_data is None else timeline.first_data
-    parts = account_of(timeline, transfer, until).parts
-    if timeline.streaming:
-        parts.pop("decode", None)
-    total = "ttft" if timeline.streaming else "total"
-    parts[total] = round((until - timeline.received) * 1000, 3)
-    return ", ".join(f"{name};dur={ms}" for name, ms in parts.items()).encode()
-
-
-def as_record(
-    timeline: Timeline, tally: Tally, wall_offset: float, account: Account
-) -> dict[str, Any]:
-    """A timeline as the log shows it: the wall time of arrival, everything else in milliseconds
-    after it. What did not happen, or is not known, is null.
-    """
-    received, transfer = timeline.received, account.transfer
-
-    def after(moment: float) -> float:
-        return round((moment - received) * 1e6) / 1000
-
-    trace = None if tally.trace is UNTRACED else tally.trace
-    return {
-        "event": "request",
-        "request_id": tally.client_request_id,
-        "id": timeline.request_id,
-        "received_unix_s": round(received + wall_offset, 6),
-        "endpoint": timeline.endpoint,
-        "tenant": timeline.tenant,
-        "streaming": timeline.streaming,
-        "prompt_tokens_estimate": timeline.prompt_tokens,
-        "prompt_tokens": tally.prompt_tokens,
-        "output_tokens": tally.output_tokens,
-        "output_limit_tokens": tally.output_limit_tokens,
-        "decision": timeline.decision,
-        "prefill_node": timeline.prefill_node,
-        "decode_node": timeline.decode_node,
-        "expected_cached_tokens": timeline.expected_cached_tokens,
-        "attempts": timeline.attempts,
-        "continuations": timeline.continuations,
-        "queued_ms": None if (at := timeline.queued) is None else after(at),
-        "dispatched_ms": None if (at := timeline.first_dispatched) is None else after(at),
-        "redispatched_ms": None if (at := timeline.redispatched) is None else after(at),
-        "reserved_ms": None if (at := transfer.reserved) is None else after(at),
-        "granted_ms": None if (at := transfer.granted) is None else after(at),
-        "prefill_started_ms": None if (at := transfer.prefill_started) is None else after(at),
-        "prefill_ended_ms": None if (at := transfer.prefill_ended) is None else after(at),
-        "delivered_ms": None if (at := transfer.delivered) is None else after(at),
-        "landed_ms": None if (at := transfer.landed) is None else after(at),
-        "prefill_answered_ms": None if (at := timeline.prefill_answered) is None else after(at),
-        "prefill_status": timeline.prefill_status,
-        "first_data_ms": None if (at := timeline.first_data) is None else after(at),
-        "last_data_ms": None if (at := timeline.last_data) is None else after(at),
-        "layer_writes": []
-        if not transfer.writes
-        else [
-            {
-                "layers": (write.first_layer, write.last_layer),
-                "ms": after(write.at),
-                "pages": write.pages,
-                "bytes": write.bytes,
-            }
-            for write in transfer.writes
-        ],
-        "transfer_pages": transfer.pages,
-        "transfer_bytes": transfer.bytes,
-        "transfer_hidden_ms": account.hidden_ms,
-        "transfer_exposed_ms": account.exposed_ms,
-        "parts": account.parts,
-        "status": timeline.status,
-        "outcome": timeline.outcome,
-        "reason": timeline.reason,
-        "traceparent": None if trace is None else trace.traceparent(SERVER),
-        "parent_span_id": (trace.parent or None) if trace is not None else None,
-    }

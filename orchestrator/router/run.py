@@ -27,8 +27,12 @@ EXIT_CANNOT_LISTEN = 3
 """The address is taken, or is none of this machine."""
 
 
-def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) -> int:
-    """Serve until SIGTERM or SIGINT; returns 0, ``EXIT_REFUSED`` or ``EXIT_CANNOT_LISTEN``."""
+def run(
+    config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str], *, index: int = 0
+) -> int:
+    """Be the router ``index``, whose address ``config`` has. Serve until SIGTERM or SIGINT; returns
+    0, ``EXIT_REFUSED`` or ``EXIT_CANNOT_LISTEN``.
+    """
     logging.basicConfig(
         level=config.observability.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -39,7 +43,7 @@ def run(config: ClusterConfig, secret: bytes, tenant_by_key: Mapping[str, str]) 
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 50)
     try:
-        uvloop.run(serve(config, secret, tenant_by_key))
+        uvloop.run(serve(config, secret, tenant_by_key, index))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED

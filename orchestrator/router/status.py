@@ -105,6 +105,7 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
         "prefill_legs": node.prefill_legs,
         "decode_legs": node.decode_legs,
         "committed_blocks": node.committed_blocks,
+        "others": _others(node),
         "cached_prefixes": core.prefixes.size_of(description.incarnation),
         "breakers": {
             "prefill": _breaker(node.prefill_breaker),
@@ -121,12 +122,19 @@ def _node(node: Node, core: RouterCore) -> dict[str, Any]:
     }
 
 
+def _others(node: Node) -> dict[str, Any]:
+    """What the other routers that are there have placed on the node, by their numbers."""
+    routers = node.others.routers if node.others is not None else ()
+    return {str(router.index): msgspec.to_builtins(router.load) for router in routers}
+
+
 def _engine(description: NodeDescription) -> dict[str, Any]:
     """What the engine is, and what bounds it."""
     return {
         "model": description.model,
         "engine": description.engine,
         "hardware": description.hardware,
+        "host": description.host,
         "fingerprint": description.fingerprint,
         "transport": description.transport,
         "tensor_parallel": description.tensor_parallel,

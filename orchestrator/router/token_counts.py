@@ -8,10 +8,11 @@ token, as a rule.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from splitserve.orchestrator.observe.trace_context import TraceContext
+from splitserve.orchestrator.observe.trace_context import (
+    TraceContext,  # noqa: TC001 (msgspec resolves it)
+)
 
 _PROMPT = b'"prompt_tokens":'
 _ANSWER = b'"completion_tokens":'

@@ -110,9 +110,10 @@ class ClosedForm:
         chunks = np.ceil(new / step)
         attended = new * (cached + new / 2)
         work = times.token_s.value * new + times.attention_s.value * attended
+        split = new >= assumed.split_from_tokens
+        work += np.where(split, times.sending_s.value * new, 0.0)
         base = times.base_s.value
         batch = np.maximum(new, min(assumed.batch_tokens, step))
-        split = new >= assumed.split_from_tokens
         own_s = work + base * chunks  # Of each prompt, in steps of its own
         shared_s = work + base * np.where(new < step, new / batch, chunks)  # On a busy node
         self._split_share = float(split.mean())

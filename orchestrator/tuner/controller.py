@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.tuner.capacity import Assumptions, ClosedForm
 from splitserve.orchestrator.tuner.decision import Decision, NodeSeen, Outlook, Plan
 from splitserve.orchestrator.tuner.forecast import Finished, Forecast, Forecaster
-from splitserve.orchestrator.tuner.paces import Paces
+from splitserve.orchestrator.tuner.paces import Paces, crowded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,8 @@ class Controller:
 
     def __init__(self, profile: Profile, settings: ControllerSettings) -> None:
         self._settings = settings
-        self._paces = Paces(profile)
+        # A cluster that has to be tuned is busy; how busy its nodes really are, paces learn
+        self._paces = Paces(crowded(profile))
         self._forecaster = Forecaster(settings.window_s, settings.change_interval_s)
         self._assumed = Assumptions(
             settings.targets,

@@ -20,9 +20,11 @@ def mismatch(profile: Profile, config: ClusterConfig) -> str:
     """What the profile says otherwise than the cluster's YAML: the first such key, with both
     values; empty when there is none.
     """
-    engine = f"vllm {TESTED['vllm'].version}" if config.engine == "vllm" else config.engine
-    # A mock engine has no version that could matter
-    measured = profile.engine if config.engine == "vllm" else profile.engine.split(" ")[0]
+    engine = measured = config.engine_of("prefill")
+    if engine == "vllm":
+        engine, measured = f"vllm {TESTED['vllm'].version}", profile.engine
+    else:  # no version of the others changes how long things take
+        measured = profile.engine.split(" ")[0]
     pairs: list[tuple[str, object, object]] = [
         ("model", profile.model, config.model.name),
         ("engine", measured, engine),

@@ -6,13 +6,21 @@ times are those of their mixture.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from splitserve.orchestrator.tuner.fitting import FitError
 from splitserve.orchestrator.tuner.probing import ProbeError
 from splitserve.orchestrator.tuner.profile import EngineLimits, Profile
-from splitserve.orchestrator.tuner.profile_fit import fit_decode, fit_prefill, fit_transfers
+from splitserve.orchestrator.tuner.profile_fit import (
+    fit_decode,
+    fit_neighbour,
+    fit_prefill,
+    fit_sending,
+    fit_transfers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,6 +76,21 @@ def limits_of(nodes: Nodes, names: Sequence[str]) -> EngineLimits:
     )
 
 
+def neighbours_of(nodes: Nodes, names: Sequence[str]) -> dict[str, list[str]]:
+    """Which of the others run on the same host, for each of those nodes; none of a host that does
+    not say its name.
+    """
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        hosts[nodes[name]["host"]].append(name)
+    return {
+        name: [other for other in hosts[nodes[name]["host"]] if other != name]
+        if nodes[name]["host"]
+        else []
+        for name in names
+    }
+
+
 def build_profile(
     measured: Measured, nodes: Nodes, names: Sequence[str], *, now_unix_s: float
 ) -> Profile:
@@ -90,6 +113,19 @@ def build_profile(
         bytes_per_token=kv_bytes,
         limits=limits,
     )
+    sending = fit_sending(
+        measured.split,
+        transfers[0],
+        decode,
+        request_s=request.value,
+        bytes_per_token=kv_bytes,
+    )
+    prefill = structs.replace(prefill, sending_s=sending)
+    if measured.prefill_beside:
+        slowed = fit_neighbour(measured.prefill_beside, request.value)
+        prefill = structs.replace(prefill, neighbour=slowed)
+    if measured.decode_beside:
+        decode = structs.replace(decode, neighbour=fit_neighbour(measured.decode_beside, 0.0))
     return Profile(
         model=some["model"],
         engine=some["engine"],
@@ -101,6 +137,7 @@ def build_profile(
         decode=decode,
         transfers=transfers,
         request_s=request.value,
+        nodes_per_host=1 + max(map(len, neighbours_of(nodes, names).values())),
         measured_unix_s=round(now_unix_s, 3),
         probes=measured.count,
     )

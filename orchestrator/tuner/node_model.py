@@ -9,6 +9,9 @@ Steps of the same composition differ only by what their contexts grow: the time 
 step in which something happened that changes the next one. So an answer costs as many jumps as
 requests come and go beside it, whatever its length.
 
+Nodes of the same host that compute meanwhile make steps longer, as far as the profile says so. When
+one begins or rests, the step under way goes on at another pace, and the jump ends with it.
+
 The model is told the time and never asks for it; what follows is a list of facts for its owner.
 """
 
@@ -150,11 +153,21 @@ class NodeModel:
         self._sequence_s = profile.decode.sequence_s.value
         self._context_s = profile.decode.context_s.value
         self._attention_s = profile.prefill.attention_s.value
+        self._sending_s = profile.prefill.sending_s.value
+        self._has_neighbours = profile.has_neighbours
+        self._busy_neighbours = 0
         # The present jump
         self._start_s = 0.0
         self._count = 0
         self._first_s = 0.0
         self._growth_s = 0.0
+        self._slowed_first_s = 0.0
+        """What each busy neighbour adds to its first step."""
+        self._slowed_growth_s = 0.0
+        """And to its growth."""
+        self._busy_at_start = 0
+        self._late_s = 0.0
+        """By which its last step is longer, since neighbours began or rested within it."""
         self._chunks: list[tuple[Job, int]] = []
         """What each step computes of which prompt."""
         self._fresh: list[Job] = []
@@ -205,6 +218,23 @@ class NodeModel:
             self._dropped.append(job)
             self._cut(now)
 
+    def neighbour_changed(self, by: int, now: float) -> None:
+        """``by`` more nodes of the host compute from now on. What is left of the step under way
+        takes as long as it does beside them, and the jump ends with it.
+        """
+        before, self._busy_neighbours = self._busy_neighbours, self._busy_neighbours + by
+        if self.end_s is None:
+            return
+        self._cut(now)
+        grown = self._count - 1
+        slowed_s = self._slowed_first_s + self._slowed_growth_s * grown
+        began_s = self._first_s + self._growth_s * grown
+        took_s = began_s + (before - self._busy_at_start) * slowed_s
+        if took_s > 0:
+            changed_s = (self.end_s - now) * by * slowed_s / took_s
+            self._late_s += changed_s
+            self.end_s += changed_s
+
     @property
     def running(self) -> int:
         """Requests that the next step could compute."""
@@ -234,13 +264,16 @@ class NodeModel:
             return False
         self._has_room = budget > 0
         self._count = count = self._steps_alike(budget)
-        new = attended = 0.0
+        new = attended = sent = 0.0
         for job, tokens in self._chunks:
             new += tokens
             attended += tokens * (job.computed + tokens / 2)
+            if job.kind is Kind.PREFILL:
+                sent += tokens
         decoding = self.decoding
         if new:
             first = self._profile.step_seconds(new, attended, decoding, self.context)
+            first += sent * self._sending_s
         else:
             first = self._base_s + self._sequence_s * decoding + self._context_s * self.context
         growth = self._context_s * decoding
@@ -252,15 +285,30 @@ class NodeModel:
             factor *= max(LEAST_FACTOR, 1.0 + spread * self._rng.gauss(0.0, 1.0))
         self._start_s = now
         self._first_s, self._growth_s = first * factor, growth * factor
+        if self._has_neighbours:
+            self._slow_down(new, attended, count, factor)
         self.end_s = now + self._seconds(count)
         return True
+
+    def _slow_down(self, new: float, attended: float, count: int, factor: float) -> None:
+        """The jump that begins takes what it does beside the neighbours that compute now."""
+        profile, decoding, busy = self._profile, self.decoding, self._busy_neighbours
+        slowed_s = profile.neighbour_seconds(new, attended, decoding, self.context)
+        growth_s = self._context_s * decoding * profile.decode.neighbour.value
+        if count > 1 and new:
+            growth_s += self._attention_s * new * new * profile.prefill.neighbour.value
+        self._slowed_first_s, self._slowed_growth_s = slowed_s * factor, growth_s * factor
+        self._busy_at_start = busy
+        self._first_s += busy * self._slowed_first_s
+        self._growth_s += busy * self._slowed_growth_s
 
     def finish_jump(self, now: float) -> list[Fact]:
         """The jump that ends now is over; what it brought, in order."""
         facts: list[Fact] = []
         count, decoding = self._count, self.decoding
-        took_s = self._seconds(count)
-        last_s = self._first_s + self._growth_s * (count - 1)
+        took_s = self._seconds(count) + self._late_s
+        last_s = self._first_s + self._growth_s * (count - 1) + self._late_s
+        self._late_s = 0.0
         self.end_s = None
         self.busy_s += took_s
         self.steps += count

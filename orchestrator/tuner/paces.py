@@ -1,5 +1,5 @@
 """How fast the nodes really are, in the times of the profile: what a plan must know when nodes are
-not what was measured once, or not all equal.
+not what was measured once, or not all equal, or slow each other.
 
 *Decode*: the answers that ended in a window say how many streams there were (tokens times gap, over
 the window and the nodes), and so how long a step should take; their gaps say how long it took.
@@ -17,9 +17,7 @@ import msgspec
 import numpy as np
 
 from splitserve.orchestrator.tuner.profile import (
-    DecodeTime,
     Estimate,
-    PrefillTime,
     Profile,
     exactly,
 )
@@ -85,6 +83,13 @@ class Paces:
         self.prefill = _moved(self.prefill, float(np.percentile(found, UNHINDERED)))
 
 
+def crowded(profile: Profile) -> Profile:
+    """The profile with the times that steps take while all nodes of their host compute."""
+    others = profile.nodes_per_host - 1
+    prefill, decode = profile.prefill.neighbour.value, profile.decode.neighbour.value
+    return paced(profile, 1 + others * prefill, 1 + others * decode)
+
+
 def paced(profile: Profile, prefill: float, decode: float) -> Profile:
     """The profile with the times of both kinds of steps multiplied."""
 
@@ -94,11 +99,18 @@ def paced(profile: Profile, prefill: float, decode: float) -> Profile:
     p, d = profile.prefill, profile.decode
     return msgspec.structs.replace(
         profile,
-        prefill=PrefillTime(
-            times(p.base_s, prefill), times(p.token_s, prefill), times(p.attention_s, prefill)
+        prefill=msgspec.structs.replace(
+            p,
+            base_s=times(p.base_s, prefill),
+            token_s=times(p.token_s, prefill),
+            attention_s=times(p.attention_s, prefill),
+            sending_s=times(p.sending_s, prefill),
         ),
-        decode=DecodeTime(
-            times(d.base_s, decode), times(d.sequence_s, decode), times(d.context_s, decode)
+        decode=msgspec.structs.replace(
+            d,
+            base_s=times(d.base_s, decode),
+            sequence_s=times(d.sequence_s, decode),
+            context_s=times(d.context_s, decode),
         ),
     )
 

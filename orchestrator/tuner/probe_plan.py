@@ -2,13 +2,15 @@
 
 Lengths are spread evenly in their logarithm up to the model's limit. Prompts that just fill a
 number of steps, and such that need one step more, tell a step's own time from that of a request;
-where no prompt can be so long, several that fill a step each are sent together. Pure.
+where no prompt can be so long, several that fill a step each are sent together. A few of middling
+size are made twice in a round where nodes share a host: the second time while another node of the
+host computes. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.tuner.profile import EngineLimits
@@ -21,6 +23,14 @@ FULL_STEP = 0.7
 STREAMS_LIMIT = 16
 STREAM_TOKENS = 24
 """Of an answer whose gaps are measured."""
+PREFILL_BESIDE, DECODE_BESIDE = (0.25, 0.5, 0.75), (0.0, 0.34, 0.67)
+"""Which probes are made beside a busy neighbour too, as places in the order of their size: one
+stream is what a node decodes most often.
+"""
+SPLIT_PARTS = (0.15, 0.3, 0.6)
+"""Of the longest prompt: what is split to see what sending takes of the computing."""
+COMPANION_PART = 8
+"""What keeps a neighbour busy are streams behind prompts of the longest length by this."""
 POOL_SHARE = 0.5
 """Of an engine's KV blocks that probes may take."""
 
@@ -73,7 +83,22 @@ class TransferProbe:
         return self.tokens
 
 
-Probe = PrefillProbe | DecodeProbe | TransferProbe
+@dataclass(frozen=True, order=True)
+class SplitProbe:
+    """Two prompts of so many tokens that no node has: one alone on the prefill node, then one that
+    goes on to the decode node: until each has its first token.
+    """
+
+    tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        """What the engine computes for one of them."""
+        return self.tokens
+
+
+Probe = PrefillProbe | DecodeProbe | TransferProbe | SplitProbe
+Measured = TypeVar("Measured", PrefillProbe, DecodeProbe)
 
 
 def within(probe: Probe, limit_tokens: float, block_tokens: int) -> Probe | None:
@@ -86,6 +111,8 @@ def within(probe: Probe, limit_tokens: float, block_tokens: int) -> Probe | None
     if isinstance(probe, DecodeProbe):
         context = limit // probe.streams
         return DecodeProbe(probe.streams, context) if context else None
+    if isinstance(probe, SplitProbe):
+        return SplitProbe(limit) if limit else None
     if isinstance(probe, TransferProbe):
         blocks = (limit - 1) // block_tokens
         return TransferProbe(blocks * block_tokens + 1) if blocks > 0 else None
@@ -104,16 +131,21 @@ class Plan:
     prefill: tuple[PrefillProbe, ...]
     decode: tuple[DecodeProbe, ...]
     transfer: tuple[TransferProbe, ...]
+    split: tuple[SplitProbe, ...] = ()
+    beside: frozenset[PrefillProbe | DecodeProbe] = frozenset()
+    """Of those, what is made once more while a node of the same host computes."""
+    companion_tokens: int = SHORTEST_TOKENS
+    """Of the prompts that keep it busy."""
 
     @property
     def size(self) -> int:
-        """Number of probes."""
-        return len(self.prefill) + len(self.decode) + len(self.transfer)
+        """Number of probes, each counted once."""
+        return len(self.prefill) + len(self.decode) + len(self.transfer) + len(self.split)
 
 
 def plan_probes(limits: EngineLimits, *, has_prefix_cache: bool) -> Plan:
-    """One round for engines with those limits. Without a prefix cache no probe has cached tokens,
-    but for transfers, whose times then contain the computing.
+    """One round for engines with those limits. Without a prefix cache no probe has cached tokens;
+    the times of transfers then contain the computing, and nothing else is split.
     """
     capacity = int(limits.total_blocks * limits.block_tokens * POOL_SHARE)
     longest = max(2, min(limits.max_model_len - STREAM_TOKENS - 2, capacity))
@@ -127,11 +159,21 @@ def plan_probes(limits: EngineLimits, *, has_prefix_cache: bool) -> Plan:
         prefill += [PrefillProbe(full, prompts=count) for count in range(2, most + 1)]
     if has_prefix_cache:
         prefill += _behind_cached(limits, longest)
+    decode = sorted(set(_decode(limits, longest, capacity)), key=lambda p: p.computed_tokens)
+    plain = sorted(probe for probe in set(prefill) if probe.prompts == 1 and not probe.cached)
     return Plan(
         tuple(sorted(set(prefill), key=lambda probe: probe.computed_tokens)),
-        tuple(sorted(set(_decode(limits, longest, capacity)), key=lambda p: p.computed_tokens)),
+        tuple(decode),
         tuple(map(TransferProbe, _transfer_lengths(limits, longest))),
+        tuple(map(SplitProbe, _split_lengths(longest))) if has_prefix_cache else (),
+        frozenset((*_at(plain, PREFILL_BESIDE), *_at(decode, DECODE_BESIDE))),
+        max(1, longest // COMPANION_PART),
     )
+
+
+def _at(probes: list[Measured], parts: tuple[float, ...]) -> list[Measured]:
+    """Those that stand at these parts of the way from the least to the greatest."""
+    return [probes[int(part * len(probes))] for part in parts] if probes else []
 
 
 def _spread(first: int, last: int, count: int = PROMPT_LENGTHS) -> list[int]:
@@ -168,3 +210,7 @@ def _transfer_lengths(limits: EngineLimits, longest: int) -> list[int]:
     block = limits.block_tokens
     blocks = [max(1, int(longest * part) // block) for part in (0.06, 0.3, 0.6, 1.0)]
     return sorted({min(count * block + 1, longest) for count in blocks})
+
+
+def _split_lengths(longest: int) -> list[int]:
+    return sorted({max(1, int(longest * part)) for part in SPLIT_PARTS})

@@ -6,6 +6,9 @@ a little later, and left out when it stays busy. Whatever a client's request may
 measured anew. Prompts that would take longer than ``longest_s`` to compute are cut, which bounds
 what a client can lose to a probe.
 
+Where nodes share a host some probes are made once more while another node of the host, the
+neighbour, answers one short stream after the other.
+
 It knows neither HTTP nor the terminal; time comes from the event loop.
 """
 
@@ -19,14 +22,21 @@ from splitserve.orchestrator.tuner.probe_plan import (
     STREAM_TOKENS,
     DecodeProbe,
     PrefillProbe,
+    SplitProbe,
     TransferProbe,
     within,
 )
-from splitserve.orchestrator.tuner.profile_fit import DecodeSample, PrefillSample, TransferSample
+from splitserve.orchestrator.tuner.profile_fit import (
+    BesideSample,
+    DecodeSample,
+    PrefillSample,
+    SplitSample,
+    TransferSample,
+)
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from splitserve.orchestrator.tuner.probe_plan import Plan, Probe
 
@@ -68,9 +78,17 @@ class Cluster(Protocol):
     """A running cluster as probes see it."""
 
     async def ask(
-        self, prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = ""
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        decode: str,
+        prefill: str = "",
+        begun: Callable[[], None] | None = None,
     ) -> Answer:
-        """Send one probe. Raises ``BusyError`` or ``ProbeError``."""
+        """Send one probe; ``begun`` is called when its first token is there. Raises ``BusyError``
+        or ``ProbeError``.
+        """
 
     async def placed_legs(self) -> dict[str, int]:
         """How many legs each node has had; and raises ``ProbeError`` when the measuring has to
@@ -85,6 +103,9 @@ class Measured:
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
     transfer: list[TransferSample] = field(default_factory=list)
+    split: list[SplitSample] = field(default_factory=list)
+    prefill_beside: list[BesideSample] = field(default_factory=list)
+    decode_beside: list[BesideSample] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Why probes were not made."""
     rounds: int = 0
@@ -92,7 +113,8 @@ class Measured:
     @property
     def count(self) -> int:
         """Number of samples."""
-        return len(self.prefill) + len(self.decode) + len(self.transfer)
+        plain = len(self.prefill) + len(self.decode) + len(self.transfer) + len(self.split)
+        return plain + len(self.prefill_beside) + len(self.decode_beside)
 
 
 class Prober:
@@ -105,6 +127,7 @@ class Prober:
         *,
         prefill_nodes: Sequence[str],
         decode_nodes: Sequence[str],
+        neighbours: Mapping[str, Sequence[str]],
         vocabulary: range,
         block_tokens: int,
         has_prefix_cache: bool,
@@ -114,11 +137,14 @@ class Prober:
         draws: random.Random,
         progress: Callable[[str, float], None],
     ) -> None:
-        """``progress`` hears what is done now, and which part of the time is over."""
+        """``neighbours`` are the others of each node's host. ``progress`` hears what is done now,
+        and which part of the time is over.
+        """
         self._cluster = cluster
         self._plan = plan
         self._prefill_nodes = prefill_nodes
         self._decode_nodes = decode_nodes
+        self._neighbours = neighbours
         self._vocabulary = vocabulary
         self._block_tokens = block_tokens
         self._has_prefix_cache = has_prefix_cache
@@ -143,7 +169,8 @@ class Prober:
         began = loop.time()
         end = began + self._budget_s
         await self._warm_up()
-        probes: list[Probe] = [*self._plan.prefill, *self._plan.decode, *self._plan.transfer]
+        plan = self._plan
+        probes: list[Probe] = [*plan.prefill, *plan.decode, *plan.transfer, *plan.split]
         for number in range(ROUNDS_LIMIT):
             for probe in probes:
                 if (number and loop.time() > end) or self._patience_s <= 0:
@@ -165,17 +192,18 @@ class Prober:
                 "the first probe",
             )
 
-    async def _make(self, probe: Probe, number: int) -> None:
-        found = within(probe, self._limit_tokens, self._block_tokens)
-        if found is None:
+    async def _make(self, original: Probe, number: int) -> None:
+        probe = within(original, self._limit_tokens, self._block_tokens)
+        if probe is None:
             return
-        probe = found
         if isinstance(probe, PrefillProbe):
             node = self._prefill_nodes[number % len(self._prefill_nodes)]
-            await self._measure_prefill(probe, node)
+            await self._measure_prefill(probe, node, self._neighbour(original, node, number))
         elif isinstance(probe, DecodeProbe):
             node = self._decode_nodes[number % len(self._decode_nodes)]
-            await self._measure_decode(probe, node)
+            await self._measure_decode(probe, node, self._neighbour(original, node, number))
+        elif isinstance(probe, SplitProbe):
+            await self._measure_split(probe, *self._pair(number))
         else:
             await self._measure_transfer(probe, *self._pair(number))
 
@@ -185,7 +213,14 @@ class Prober:
         number %= len(prefills) * len(decodes)
         return prefills[number % len(prefills)], decodes[number // len(prefills) % len(decodes)]
 
-    async def _measure_prefill(self, probe: PrefillProbe, node: str) -> None:
+    def _neighbour(self, probe: Probe, node: str, number: int) -> str:
+        """Beside which node the probe is made once more; empty for beside none."""
+        others = self._neighbours.get(node, ())
+        if not others or probe not in self._plan.beside:
+            return ""
+        return others[number % len(others)]
+
+    async def _measure_prefill(self, probe: PrefillProbe, node: str, neighbour: str) -> None:
         async def work() -> list[Answer]:
             beginnings = [self._beginning(node, probe.cached)] * probe.prompts
             if probe.cached:
@@ -199,10 +234,15 @@ class Prober:
             answers = await self._alone(work, legs, _name_of(probe))
             if not answers:
                 return
-            sent = min(answer.sent for answer in answers)
-            times.append(max(answer.tokens[0] for answer in answers) - sent)
+            times.append(_until_first(answers))
             self._measured.prefill.append(PrefillSample(probe, times[-1]))
         self._note_long(probe, min(times))
+        # Longer beside a neighbour, so one that is long already could become too long
+        if neighbour and times[-1] <= self._longest_s / 2:
+            answers = await self._beside(neighbour, work, legs, _name_of(probe))
+            if answers:
+                sample = BesideSample(times[-1], _until_first(answers))
+                self._measured.prefill_beside.append(sample)
 
     def _note_long(self, probe: PrefillProbe, seconds: float) -> None:
         """The best of two tries took so long that a longer prompt would take too long."""
@@ -211,7 +251,7 @@ class Prober:
             least = LEAST_BLOCKS * self._block_tokens + 1
             self._limit_tokens = min(self._limit_tokens, max(reach, least))
 
-    async def _measure_decode(self, probe: DecodeProbe, node: str) -> None:
+    async def _measure_decode(self, probe: DecodeProbe, node: str, neighbour: str) -> None:
         key = (node, probe)
         if key not in self._shared:
             self._shared[key] = [self._fresh(probe.context) for _ in range(probe.streams)]
@@ -221,10 +261,17 @@ class Prober:
             await self._ask_together(self._shared[key], 1, node)
             return await self._ask_together(self._shared[key], STREAM_TOKENS, node)
 
-        answers = await self._alone(work, {node: 2 * probe.streams}, _name_of(probe))
+        legs = {node: 2 * probe.streams}
+        answers = await self._alone(work, legs, _name_of(probe))
         gap = mean_gap(answers) if answers else None
-        if gap is not None:
-            self._measured.decode.append(DecodeSample(probe, gap))
+        if gap is None:
+            return
+        self._measured.decode.append(DecodeSample(probe, gap))
+        if neighbour:
+            answers = await self._beside(neighbour, work, legs, _name_of(probe))
+            beside = mean_gap(answers) if answers else None
+            if beside is not None:
+                self._measured.decode_beside.append(BesideSample(gap, beside))
 
     async def _measure_transfer(self, probe: TransferProbe, prefill: str, decode: str) -> None:
         prompt = self._fresh(probe.tokens)
@@ -244,6 +291,17 @@ class Prober:
             self._measured.transfer.append(
                 TransferSample(prefill, decode, probe.tokens, cached, answers[0].first)
             )
+
+    async def _measure_split(self, probe: SplitProbe, prefill: str, decode: str) -> None:
+        async def work() -> list[Answer]:
+            alone = await self._cluster.ask(self._fresh(probe.tokens), 1, decode=prefill)
+            prompt = self._fresh(probe.tokens)
+            return [alone, await self._cluster.ask(prompt, 2, decode=decode, prefill=prefill)]
+
+        answers = await self._alone(work, {prefill: 2, decode: 1}, _name_of(probe))
+        if answers:
+            alone, split = answers
+            self._measured.split.append(SplitSample(probe.tokens, alone.first, split.first))
 
     async def _ask_together(
         self, prompts: Sequence[Sequence[int]], tokens: int, node: str
@@ -286,6 +344,44 @@ class Prober:
         self._measured.left_out.append(f"{name}: {reason}")
         return []
 
+    async def _beside(
+        self,
+        neighbour: str,
+        work: Callable[[], Awaitable[list[Answer]]],
+        legs: Mapping[str, int],
+        name: str,
+    ) -> list[Answer]:
+        """As ``_alone``, while the neighbour computes from before the first probe to after the
+        last one.
+        """
+        expected = {**legs, neighbour: 0}
+
+        async def both() -> list[Answer]:
+            expected[neighbour] = 0
+            begun, is_over = asyncio.Event(), False
+
+            async def keep_busy() -> None:
+                while not is_over:
+                    expected[neighbour] += 1
+                    prompt = self._fresh(self._plan.companion_tokens)
+                    await self._cluster.ask(
+                        prompt, STREAM_TOKENS, decode=neighbour, begun=begun.set
+                    )
+
+            companion = asyncio.ensure_future(keep_busy())
+            companion.add_done_callback(lambda _: begun.set())
+            try:
+                await begun.wait()  # the answer, or why there is none, has its deadline
+                answers = await work()
+                is_over = True
+                await companion
+                return answers
+            finally:
+                companion.cancel()
+                await asyncio.gather(companion, return_exceptions=True)
+
+        return await self._alone(both, expected, f"{name} beside a busy {neighbour}")
+
     def _beginning(self, node: str, tokens: int) -> list[int]:
         """A prompt's beginning, the same in each round; a longer one begins with a shorter one."""
         if not tokens:
@@ -297,6 +393,12 @@ class Prober:
     def _fresh(self, tokens: int) -> list[int]:
         """Ids that no cache has."""
         return self._draws.choices(self._vocabulary, k=tokens)
+
+
+def _until_first(answers: Sequence[Answer]) -> float:
+    """From the first probe sent to the last first token."""
+    sent = min(answer.sent for answer in answers)
+    return max(answer.tokens[0] for answer in answers) - sent
 
 
 def mean_gap(answers: Sequence[Answer]) -> float | None:
@@ -323,4 +425,6 @@ def _name_of(probe: Probe) -> str:
         return f"prompt of {times}{probe.new} tokens{behind}"
     if isinstance(probe, DecodeProbe):
         return f"{probe.streams} streams at {probe.context} tokens"
+    if isinstance(probe, SplitProbe):
+        return f"split prompt of {probe.tokens} tokens"
     return f"transfer of {probe.tokens} tokens"

@@ -8,7 +8,11 @@ the best ratio and the controller. Times follow three small models:
 * a step that samples a token for each of ``sequences`` with ``context`` tokens in all takes
   ``base + sequence * sequences + context * context`` seconds;
 * a step that does both takes the sum, less the smaller of the two bases: the weights are read once;
-* moving ``n`` bytes of KV takes ``latency + n / bandwidth`` seconds.
+* moving ``n`` bytes of KV takes ``latency + n / bandwidth`` seconds;
+* a step over prompts for another node takes ``sending`` seconds more for each of their new tokens:
+  what moving KV takes of the computing, and is not hidden behind it;
+* each other node of the same host that computes meanwhile makes a step longer by ``neighbour``
+  times its own time, for either kind: they share memory, caches and cores.
 
 Pure: reading and writing files is the caller's.
 """
@@ -50,6 +54,9 @@ def exactly(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
+NOTHING = exactly(0.0)
+
+
 class PrefillTime(msgspec.Struct, frozen=True):
     """Of a step over prompt tokens."""
 
@@ -59,6 +66,10 @@ class PrefillTime(msgspec.Struct, frozen=True):
     """Per new token and token that it attends to."""
     error: NotNegative = 0.0
     """Median relative error on probes that were not fitted."""
+    neighbour: Estimate = NOTHING
+    """By which part of itself each busy node of the same host makes a step longer."""
+    sending_s: Estimate = NOTHING
+    """More per new token whose KV goes to another node; not in ``seconds``."""
 
     def seconds(self, new: float, cached: float) -> float:
         """A step that computes ``new`` tokens behind ``cached`` ones."""
@@ -75,6 +86,8 @@ class DecodeTime(msgspec.Struct, frozen=True):
     """Per token of context of any sequence."""
     error: NotNegative = 0.0
     """Median relative error on probes that were not fitted."""
+    neighbour: Estimate = NOTHING
+    """By which part of itself each busy node of the same host makes a step longer."""
 
     def seconds(self, sequences: float, context: float) -> float:
         """A step for ``sequences`` that have ``context`` tokens together."""
@@ -129,6 +142,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     transfers: tuple[TransferTime, ...]
     request_s: NotNegative = 0.0
     """Of a first token beyond steps and transfers: HTTP, tokenising, going between processes."""
+    nodes_per_host: Count = 1
+    """Engines that shared a machine, at most."""
     measured_unix_s: float = 0.0
     probes: int = 0
     """How many answers it was fitted to."""
@@ -154,6 +169,21 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         if new and sequences:
             seconds -= min(prefill.base_s.value, decode.base_s.value)
         return seconds
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether nodes of one host are known to slow each other."""
+        slowed = self.prefill.neighbour.value + self.decode.neighbour.value
+        return self.nodes_per_host > 1 and slowed > 0
+
+    def neighbour_seconds(
+        self, new: float, attended: float, sequences: float, context: float
+    ) -> float:
+        """What each busy neighbour adds to the step of ``step_seconds``."""
+        decode_s = self.decode.seconds(sequences, context) if sequences else 0.0
+        prefill_s = self.step_seconds(new, attended, sequences, context) - decode_s
+        slowed_s = prefill_s * self.prefill.neighbour.value
+        return slowed_s + decode_s * self.decode.neighbour.value
 
 
 _decoder = msgspec.json.Decoder(Profile)

@@ -3,6 +3,8 @@
 Each of the profile's times is a sum of a few parts (``profile``), so each is a linear fit of the
 medians of what was measured alike. A transfer is hidden behind the computing while it is shorter,
 so its bandwidth is looked for instead, and is only a lower bound when nothing was seen of it.
+What a busy neighbour does is told from the same measured with and without one, time after time, so
+that what else changes meanwhile changes both.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 
 from splitserve.orchestrator.tuner.fitting import Floats, fit
 from splitserve.orchestrator.tuner.profile import (
+    NOTHING,
     DecodeTime,
     Estimate,
     PrefillTime,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.tuner.probe_plan import DecodeProbe, PrefillProbe
     from splitserve.orchestrator.tuner.profile import EngineLimits
 
+LEAST_PAIRS = 3
+"""Fewer say nothing of neighbours."""
 RESAMPLES = 200
 STEPS = 80
 """Of the search for a bandwidth."""
@@ -52,6 +57,15 @@ class DecodeSample:
 
 
 @dataclass(frozen=True)
+class BesideSample:
+    """What was measured twice, one time right after the other."""
+
+    alone_s: float
+    beside_s: float
+    """While another node of the host computed."""
+
+
+@dataclass(frozen=True)
 class TransferSample:
     """Until the first token of a split request."""
 
@@ -61,6 +75,17 @@ class TransferSample:
     cached: int
     """Of those, what the prefill node did not have to compute."""
     seconds: float
+
+
+@dataclass(frozen=True)
+class SplitSample:
+    """Until the first token of two prompts of so many tokens, one right after the other."""
+
+    tokens: int
+    alone_s: float
+    """Computed by the prefill node and answered there."""
+    split_s: float
+    """Answered by a decode node."""
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeTime:
@@ -98,6 +123,48 @@ def prefill_row(probe: PrefillProbe, limits: EngineLimits) -> tuple[float, ...]:
     steps = probe.prompts if probe.prompts > 1 else math.ceil(probe.new / limits.step_tokens)
     tokens = probe.new * probe.prompts
     return steps, tokens, tokens * (probe.cached + probe.new / 2), 1.0
+
+
+def fit_neighbour(samples: Sequence[BesideSample], request_s: float) -> Estimate:
+    """By which part of itself a step is longer beside a busy neighbour; of each time ``request_s``
+    is not a step's. What could be chance (the band holds zero) counts as nothing, so that
+    simulating nodes that do not slow each other costs nothing.
+    """
+    pairs = [(s.alone_s - request_s, s.beside_s - request_s) for s in samples]
+    found = np.array([pair for pair in pairs if min(pair) > 0], float).reshape(-1, 2)
+    if len(found) < LEAST_PAIRS:
+        return NOTHING
+    (times,) = fit(found[:, :1], found[:, 1]).parts
+    low, high = max(0.0, times.low - 1), max(0.0, times.high - 1)
+    return Estimate(times.value - 1 if low else 0.0, low, high)
+
+
+def fit_sending(
+    samples: Sequence[SplitSample],
+    transfer: TransferTime,
+    decode: DecodeTime,
+    *,
+    request_s: float,
+    bytes_per_token: int,
+    seed: int = 0,
+) -> Estimate:
+    """By how much a split prompt's step is longer, for each of its tokens, than that of one which
+    stays: what its times are apart beyond the transfer as ``transfer`` has it and the decode node's
+    own step. What could be chance counts as nothing.
+    """
+    found = []
+    for sample in samples:
+        computing = sample.alone_s - request_s
+        through = max(computing, sample.tokens * bytes_per_token / transfer.bytes_per_s.value)
+        landed = through + transfer.latency_s.value
+        answered = request_s + landed + decode.seconds(1, sample.tokens)
+        found.append((sample.split_s - answered) / sample.tokens)
+    if len(found) < LEAST_PAIRS:
+        return NOTHING
+    draws = random.Random(seed)
+    tries = [median(draws.choices(found, k=len(found))) for _ in range(RESAMPLES)]
+    low, high = (max(0.0, float(end)) for end in np.percentile(tries, (2.5, 97.5)))
+    return Estimate(median(found) if low else 0.0, low, high)
 
 
 def fit_transfers(

@@ -9,6 +9,9 @@ KV leaves a prefill node while it computes, so a prompt has landed ``latency`` a
 * the moment at which all bytes can be through, sent since the prompt and its pages were there, one
   transfer after another on each node's link.
 
+Nodes that share a host (``profile.nodes_per_host``, in their order) slow each other as far as the
+profile says; of nodes of other hosts nobody feels anything.
+
 What it leaves out: faults, preemption, the shared cache, and what the router and its clients take
 beyond the profile's ``request_s``, which passes between the core's order and the engine. Nodes say
 nothing of their load, as the core counts what it has placed itself.
@@ -39,7 +42,7 @@ from splitserve.orchestrator.tuner.simulation_settings import (
     NodeView,
     SimulationSettings,
 )
-from splitserve.orchestrator.tuner.station import Station, landing_s, station
+from splitserve.orchestrator.tuner.station import Station, introduce, landing_s, station
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,6 +107,8 @@ class Simulation:
             added = self._stations[name] = station(name, role, profile, settings, seed)
             self._tell(ev.NodeJoined(added.description, role))
             self._tell(ev.NodeReported(added.ready_state()))
+        if profile.has_neighbours:
+            introduce(list(self._stations.values()), profile.nodes_per_host)
 
     # What a caller does
 
@@ -222,14 +227,27 @@ class Simulation:
             first_s = model.first_token_s()
             if first_s is not None:
                 self._at(first_s, self._on_first_tokens, node)
-        end_s = model.end_s
-        if end_s is not None and end_s != node.watched_s:
-            node.watched_s = end_s
-            self._at(end_s, self._on_jump_end, node)
+        self._watch(node)
+        if node.neighbours and node.is_computing is (model.end_s is None):
+            self._tell_neighbours(node)
         pool = model.pool
         if (pool.added or pool.evicted) and node.reports_at_s < self.now:
             node.reports_at_s = self.now + PREFIX_REPORT_S
             self._at(node.reports_at_s, self._on_report_due, node)
+
+    def _watch(self, node: Station) -> None:
+        """The end of the node's jump is an event."""
+        end_s = node.model.end_s
+        if end_s is not None and end_s != node.watched_s:
+            node.watched_s = end_s
+            self._at(end_s, self._on_jump_end, node)
+
+    def _tell_neighbours(self, node: Station) -> None:
+        """The node has begun to compute, or rests."""
+        node.is_computing = not node.is_computing
+        for other in node.neighbours:
+            other.model.neighbour_changed(1 if node.is_computing else -1, self.now)
+            self._watch(other)
 
     def _on_jump_end(self, now: float, node: Station) -> None:
         if node.model.end_s == now:  # Otherwise the jump was cut short

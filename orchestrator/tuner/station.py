@@ -13,6 +13,8 @@ from splitserve.orchestrator.tuner.node_model import NodeModel
 from splitserve.orchestrator.tuner.prefix_cache_model import BlockPool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitserve.orchestrator.tuner.profile import Profile, TransferTime
     from splitserve.orchestrator.tuner.simulated_request import SimulatedRequest
     from splitserve.orchestrator.tuner.simulation_settings import SimulationSettings
@@ -34,6 +36,10 @@ class Station:
     role_since_s: float = 0.0
     role_busy_s: float = 0.0
     """What ``busy_s`` was then."""
+    neighbours: tuple[Station, ...] = ()
+    """The other nodes of its host; none when they do not slow each other."""
+    is_computing: bool = False
+    """What its neighbours know; of use only when it has any."""
 
     @property
     def name(self) -> str:
@@ -83,6 +89,14 @@ def station(
         reports_prefixes=settings.prefix_caching,
     )
     return Station(model, role, description)
+
+
+def introduce(stations: Sequence[Station], per_host: int) -> None:
+    """So many at a time share a host, in their order, and know each other afterwards."""
+    for first in range(0, len(stations), per_host):
+        host = stations[first : first + per_host]
+        for one in host:
+            one.neighbours = tuple(other for other in host if other is not one)
 
 
 def landing_s(

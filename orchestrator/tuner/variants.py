@@ -53,12 +53,15 @@ def at_ends(profile: Profile, prefill: Pace, decode: Pace) -> Profile:
             _at(profile.prefill.token_s, prefill),
             _at(profile.prefill.attention_s, prefill),
             profile.prefill.error,
+            _at(profile.prefill.neighbour, prefill),
+            _at(profile.prefill.sending_s, prefill),
         ),
         decode=DecodeTime(
             _at(profile.decode.base_s, decode),
             _at(profile.decode.sequence_s, decode),
             _at(profile.decode.context_s, decode),
             profile.decode.error,
+            _at(profile.decode.neighbour, decode),
         ),
         transfers=tuple(
             TransferTime(
@@ -82,6 +85,7 @@ def _times(profile: Profile) -> tuple[float, ...]:
     prefill, decode = profile.prefill, profile.decode
     estimates = [prefill.base_s, prefill.token_s, prefill.attention_s]
     estimates += [decode.base_s, decode.sequence_s, decode.context_s]
+    estimates += [prefill.neighbour, decode.neighbour, prefill.sending_s]
     for transfer in profile.transfers:
         estimates += [transfer.latency_s, transfer.bytes_per_s]
     return tuple(estimate.value for estimate in estimates)

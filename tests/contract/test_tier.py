@@ -1,5 +1,5 @@
 """What every tier must do, with the real stores: a dictionary, the arena, a file system, Redis,
-S3.
+Mooncake, S3.
 """
 
 from __future__ import annotations
@@ -15,14 +15,30 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.chunks import ODD, PAGES, Chunk, empty_like, make_chunk, unaligned_like, verify
+from support.chunks import (
+    ODD,
+    PAGES,
+    Chunk,
+    empty_like,
+    make_chunk,
+    new_body,
+    unaligned_like,
+    verify,
+)
+from support.mooncake_store import Bystander, Master, MooncakeStore
 from support.store_servers import S3Server, StoreServer, redis_server
 from support.tier_stores import ArenaStore, DiskStore, MemoryStore, RedisStore, S3Store, Store
 
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.tiers import redis as redis_tier
-from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, ReadOutcome, Tier, WriteOutcome
+from splitserve.kv_transfer.cache.tiers.base import (
+    ChunkBuffers,
+    ReadOutcome,
+    Tier,
+    WriteOutcome,
+    new_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +68,20 @@ def s3_process(
     server.kill()
 
 
-STORES = ["memory", "cpu", "disk", "disk-buffered", "redis", "redis-in-pieces", "s3", "s3-in-parts"]
+@pytest.fixture(scope="module")
+def mooncake(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Master, Bystander]]:
+    master = Master(free_port, tmp_path_factory.mktemp("mooncake"))
+    master.add_owner(64)
+    bystander = Bystander(master)
+    yield master, bystander
+    bystander.close()
+    master.close()
+
+
+STORES = ["memory", "cpu", "disk", "disk-buffered", "redis", "redis-in-pieces"]
+STORES += ["mooncake", "s3", "s3-in-parts"]
 
 
 @pytest.fixture(params=STORES)
@@ -77,6 +106,8 @@ def make_store(request: pytest.FixtureRequest, kind: str, folder: Path) -> Store
             patch.setattr(redis_tier, "WHOLE_BYTES", 60_000)
             patch.setattr(redis_tier, "PIECE_BYTES", 20_000)
         return RedisStore(request.getfixturevalue("redis_process").port)
+    if kind == "mooncake":
+        return MooncakeStore(*request.getfixturevalue("mooncake"))
     if kind.startswith("s3"):
         parts = 20_000 if kind == "s3-in-parts" else 8 * MIB
         return S3Store(request.getfixturevalue("s3_process"), parts)
@@ -88,6 +119,31 @@ def read_one(tier: Tier, chunk: Chunk) -> tuple[ReadOutcome, Any]:
     [(index, outcome)] = tier.read([buffers])
     assert index == 0
     return outcome, buffers
+
+
+def test_bodies_may_be_shorter_where_the_reader_says_so(store: Store) -> None:
+    """They are at the beginning of the buffer, and their length is told; a reader that expects
+    whole ones takes them for broken, and nobody takes longer ones or a header alone.
+    """
+    full = make_chunk(1)
+    header, body = full.buffers.header, full.buffers.body
+    keys = [bytes([number]) * 32 for number in range(5)]
+    for key, size in zip(keys, (4096, 8192, len(body)), strict=False):
+        assert store.tier.write([ChunkBuffers(key, header, body[:size])]) == [WriteOutcome.WRITTEN]
+        room = ChunkBuffers(key, new_header(), new_body(len(body)), may_be_shorter=True)
+        assert list(store.tier.read([room])) == [(0, HIT)]
+        assert room.body_bytes == size
+        assert bytes(room.header) == bytes(header)
+        assert bytes(room.found_body) == bytes(body[:size])
+    store.tier.write([ChunkBuffers(keys[3], header, body[:4096])])
+    store.tier.write([ChunkBuffers(keys[4], header, body)])
+    whole = ChunkBuffers(keys[3], new_header(), new_body(len(body)))
+    assert list(store.tier.read([whole])) == [(0, BROKEN)]
+    small = ChunkBuffers(keys[4], new_header(), new_body(8192), may_be_shorter=True)
+    assert list(store.tier.read([small])) == [(0, BROKEN)]
+    for key in keys[3:]:
+        room = ChunkBuffers(key, new_header(), new_body(len(body)), may_be_shorter=True)
+        assert list(store.tier.read([room])) == [(0, ABSENT)]
 
 
 @pytest.mark.parametrize("geometry", [PAGES, ODD], ids=["pages", "odd"])

@@ -1,4 +1,6 @@
-"""Stores that are down, stand still, come back empty, or take nobody's word: Redis and S3."""
+"""Stores that are down, stand still, come back empty, or take nobody's word: Redis, Mooncake and
+S3.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import NameOID
 from support.chunks import empty_like, make_chunk, verify
+from support.mooncake_store import MooncakePlace
 from support.store_servers import START_DEADLINE_S, S3Server, StoreServer, redis_server
 
 from splitserve.kv_transfer.cache.settings import TierSettings
@@ -87,6 +90,15 @@ class S3Place:
 
 
 @pytest.fixture(scope="module")
+def mooncake_place(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MooncakePlace]:
+    place = MooncakePlace(free_port, tmp_path_factory.mktemp("mooncake"))
+    yield place
+    place.master.close()
+
+
+@pytest.fixture(scope="module")
 def redis_place(
     free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RedisPlace]:
@@ -104,7 +116,7 @@ def s3_place(
     place.server.kill()
 
 
-@pytest.fixture(params=["redis", "s3"])
+@pytest.fixture(params=["redis", "mooncake", "s3"])
 def place(request: pytest.FixtureRequest) -> Place:
     found: Place = request.getfixturevalue(f"{request.param}_place")
     return found
@@ -179,7 +191,8 @@ def test_no_store_at_all(place: Place, free_port: Callable[[], int]) -> None:
     """Start-up is told that nobody listens there."""
     port = free_port()
     options = {"endpoint": f"http://127.0.0.1:{port}"} if isinstance(place, S3Place) else {}
-    changes: dict[str, Any] = {} if options else {"url": f"redis://127.0.0.1:{port}"}
+    kind = "redis" if isinstance(place, RedisPlace) else "mooncake"
+    changes: dict[str, Any] = {} if options else {"url": f"{kind}://127.0.0.1:{port}"}
     tier = place.tier(options=options, **changes)
     with pytest.raises(TierUnavailableError, match="cannot be reached"):
         tier.check()

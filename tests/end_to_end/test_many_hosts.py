@@ -46,7 +46,7 @@ TWO_MACHINES = """
 name: apart
 engine: mock
 model: {{path: mock}}
-router: {{host: {router}, port: 21000}}
+router: {{replicas: 2, hosts: [{router}, {prefill}], port: 21000}}
 prefill: {{hosts: [{prefill}], {pool}, transfer: {{transport: tcp}}}}
 decode: {{hosts: [{router}], {pool}, transfer: {{transport: tcp}}}}
 security:
@@ -295,8 +295,9 @@ class Apart:
 def test_processes_in_two_network_namespaces_serve_together(
     tmp_path: Path, authority: Authority, secret_file: Path, key: str
 ) -> None:
-    """The router and the decode node on one machine, the prefill node on the other, IPv6 and TLS
-    between them: the answer is right and its prompt's KV has crossed. A node with another secret, a
+    """A router and the decode node on one machine, another router and the prefill node on the
+    other, IPv6 and TLS between them: both routers' answers are right, the prompt's KV has crossed,
+    and the commands of each machine find the router there. A node with another secret, a
     node on the wrong machine and a certificate for another address are refused before an engine
     starts, with the machine and what to do. Stopped, nothing is left.
     """
@@ -309,19 +310,23 @@ def test_processes_in_two_network_namespaces_serve_together(
         config.write_text(TWO_MACHINES.format(tls=files.yaml, **values))
         cluster = Apart(tmp_path, machines, config, secret_file)
         stack.enter_context(cluster.running(0, "router", **{KEY_ENV: key}))
+        stack.enter_context(cluster.running(1, "router", "--index", "1", **{KEY_ENV: key}))
         stack.enter_context(cluster.running(0, "node", "decode-0"))
         stack.enter_context(cluster.running(1, "node", "prefill-0"))
         for machine, name in ((1, "prefill-0"), (0, "decode-0")):
             wait_for(partial(cluster.is_ready, machine, name), 60, name, cluster.story)
-        status = cluster.run(0, *SPLITSERVE, "status", "--json")
-        phases = {n["node"]: n["phase"] for n in json.loads(status.stdout)["clusters"][0]["nodes"]}
-        assert phases == {"prefill-0": "ready", "decode-0": "ready"}
-        url = f"https://[{one}]:21000"
-        asked = cluster.run(
-            1, sys.executable, "-c", ASK, url, str(authority.path), key, given=json.dumps(_body())
-        )
-        assert asked.returncode == 0, f"{asked.stderr}\n{cluster.story()}"
-        assert json.loads(asked.stdout)["choices"][0]["text"] == alone(PROMPT)
+        for machine, address in enumerate(machines.addresses):
+            status = cluster.run(machine, *SPLITSERVE, "status", "--json")
+            (found,) = json.loads(status.stdout)["clusters"]
+            phases = {node["node"]: node["phase"] for node in found["nodes"]}
+            assert phases == {"prefill-0": "ready", "decode-0": "ready"}
+            assert [router["answers"] for router in found["routers"]] == [True, True]
+            url = f"https://[{address}]:21000"
+            assert found["url"] == f"{url}/v1"
+            ask = (sys.executable, "-c", ASK, url, str(authority.path), key)
+            asked = cluster.run(1 - machine, *ask, given=json.dumps(_body()))
+            assert asked.returncode == 0, f"{asked.stderr}\n{cluster.story()}"
+            assert json.loads(asked.stdout)["choices"][0]["text"] == alone(PROMPT)
         log = tmp_path / "router.log"
         split = '"decision":"split","prefill_node":"prefill-0"'
         wait_for(lambda: split in log.read_text(), 10, "the request's line", cluster.story)
@@ -344,5 +349,5 @@ def test_processes_in_two_network_namespaces_serve_together(
         pids = [process.pid for process in cluster.started.values()]
         below = [p for pid in pids for p in psutil.Process(pid).children(recursive=True)]
         assert len(below) > 2
-    assert [process.returncode for process in cluster.started.values()] == [0, 0, 0]
+    assert [process.returncode for process in cluster.started.values()] == [0] * 4
     assert not [process for process in below if process.is_running()]

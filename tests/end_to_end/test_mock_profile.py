@@ -112,6 +112,10 @@ async def test_finds_what_the_engines_take(cluster: Cluster) -> None:
     assert is_right(link.bytes_per_s, true.bytes_per_s), story
     assert 0.9 * true.latency_s.value < link.latency_s.value < true.latency_s.value + 0.05, story
     assert 0 <= found.request_s < 0.05
+    # Both nodes run here, and what they seem to compute takes no cores
+    assert found.nodes_per_host == 2
+    assert found.prefill.neighbour.low < 0.2, story
+    assert found.decode.neighbour.low < 0.2, story
 
 
 async def test_clients_come_first(cluster: Cluster) -> None:

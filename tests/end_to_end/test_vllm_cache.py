@@ -235,10 +235,11 @@ def restarted(cached: CachedSplit) -> Restarted:
 async def test_after_a_restart_blocks_of_another_size_are_filled_from_disk(
     restarted: Restarted, session: aiohttp.ClientSession
 ) -> None:
-    """What engines with blocks of 32 tokens have stored is loaded from disk into blocks of 64, on
+    """What engines with blocks of 32 tokens have stored is decoded from disk into blocks of 64, on
     both nodes, and the tokens are the same; what those store is found too.
     """
     cached, prompt = restarted.cached, restarted.prompt
+    assert cached.codecs_on_disk() == {"bf16z"}
     for node in ("prefill-0", "decode-0"):
         alone = await ask(cached, session, prompt, url=await engine_url(cached, node))
         assert (alone.ids, alone.known_to_engine) == (restarted.cold.ids, whole(300)), node

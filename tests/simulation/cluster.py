@@ -42,6 +42,7 @@ class Node:
     blocks: int
     role: str
     """As its agent was told last."""
+    role_epoch: int = 0
     engine: Engine | None = None
     lives: int = 0
     router_life: int = 0
@@ -139,9 +140,9 @@ class Cluster:
         other = "decode" if role == "prefill" else "prefill"
         self.router.hear(self.router.life, ev.FlipRequested(0, name, other, is_forced))
 
-    def set_role(self, name: str, role: str) -> None:
+    def set_role(self, name: str, role: str, epoch: int) -> None:
         """The agent says from now on that its node has that role."""
-        self._send_agent(name, self._set_role, role)
+        self._send_agent(name, self._set_role, role, epoch)
 
     def begin_drain(self, name: str, incarnation: str) -> None:
         """The agent reports its node as draining from now on."""
@@ -171,8 +172,9 @@ class Cluster:
         if node.engine is not None and node.engine.incarnation == incarnation:
             self.kill(node)
 
-    def _set_role(self, node: Node, role: str) -> None:
-        node.role = role
+    def _set_role(self, node: Node, role: str, epoch: int) -> None:
+        if epoch > node.role_epoch:
+            node.role, node.role_epoch = role, epoch
 
     def _begin_drain(self, node: Node, incarnation: str) -> None:
         node.draining = incarnation
@@ -232,7 +234,7 @@ class Cluster:
             fingerprint={},
             reports_prefixes=self.has_prefixes,
         )
-        self.tell(node, ev.NodeJoined(description, node.role))
+        self.tell(node, ev.NodeJoined(description, node.role, node.role_epoch))
 
     def _report(self, node: Node) -> None:
         """The agent's state, twice a second; it also reconnects."""
@@ -256,6 +258,7 @@ class Cluster:
                 incarnation=engine.incarnation,
                 phase=phase,
                 role=node.role,
+                role_epoch=node.role_epoch,
                 **asdict(status),
             )
             self.tell(node, ev.NodeReported(state))

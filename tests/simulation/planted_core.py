@@ -164,7 +164,7 @@ BUGS: dict[str, tuple[Plant, int]] = {
         method(Flipping, "_on_flip_requested", _old_work_goes_on),
         3,
     ),
-    "a missed role is not told again": (method(Flipping, "_role_orders", never), 23),
+    "a missed role is not told again": (method(Flipping, "_hear_role", never), 23),
     "a flipped node sends to itself": (_sends_to_itself, 23),
     "a client is told twice": (method(Actions, "_end_with_error", _told_twice), 0),
 }

@@ -199,8 +199,8 @@ class Router:
                 self.cluster.dismiss(node, incarnation, at_once=at_once)
             case ef.AnswerDrain(verdict=verdict, message=message):
                 self.world.note("drain: {}: {}", verdict, message)
-            case ef.SetRole(node, role):
-                self.cluster.set_role(node, role)
+            case ef.SetRole(node, role, epoch):
+                self.cluster.set_role(node, role, epoch)
             case ef.AnswerFlip(verdict=verdict, message=message):
                 self.world.note("flip: {}: {}", verdict, message)
                 self.flips += verdict == "flipped"

@@ -22,6 +22,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     HEADER_BYTES,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierUnavailableError,
@@ -69,6 +70,9 @@ class ArenaTier:
         self._is_closed = False
         self.arena.start()
 
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
+
     def check(self) -> None:
         """All of the memory is there."""
         end = time.monotonic() + TOUCH_LIMIT_S
@@ -89,11 +93,11 @@ class ArenaTier:
         entry = self._leased(chunk.key)
         if entry is None:
             return ReadOutcome.ABSENT
-        is_whole = self._sizes[entry.value.offset] == HEADER_BYTES + len(chunk.body)
+        is_whole = chunk.hold(self._sizes[entry.value.offset])
         if is_whole:
             slot = self._slot(entry)
             chunk.header[:] = slot[:HEADER_BYTES]
-            chunk.body[:] = slot[HEADER_BYTES:]
+            chunk.found_body[:] = slot[HEADER_BYTES:]
         with self._lock:
             if not is_whole and entry.is_present:
                 self.book.drop(entry.key)

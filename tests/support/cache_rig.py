@@ -24,9 +24,9 @@ from splitserve.kv_transfer.cache.server import CacheServer
 from splitserve.kv_transfer.cache.settings import CacheClientConfig, CacheSettings, TierSettings
 from splitserve.kv_transfer.cache.socket_path import is_listening
 from splitserve.kv_transfer.cache.tiers.registry import create
-from splitserve.orchestrator.engines.mock.blocks import BlockPool
-from splitserve.orchestrator.engines.mock.cache_half import PoolHolder, chunk_geometry
-from splitserve.orchestrator.engines.mock.model import KvMemory, KvShape, MockModel
+from splitserve.orchestrator.engines.mock.model import KvMemory, KvShape, MockModel, chunk_geometry
+from splitserve.orchestrator.engines.serving.blocks import BlockPool
+from splitserve.orchestrator.engines.serving.cache_half import PoolHolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

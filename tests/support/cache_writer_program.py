@@ -19,7 +19,7 @@ from splitserve.kv_transfer.cache.messages import (
     Reserve,
     Reserved,
 )
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
+from splitserve.orchestrator.engines.mock.model import chunk_geometry
 from support.cache_rig import CHUNK_BYTES, CHUNK_TOKENS, SHAPE
 
 

@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from splitserve.kv_transfer.cache.chunk_format import decode_header
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES
 from support.split_client import Split, start_split
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ cache:
   chunk_tokens: 64
   tiers:
     - {{type: cpu, capacity_bytes: 64 MiB}}
-    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk}}
+    - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk, codec: CODEC}}
 """
 TENANTS = """
 security:
@@ -66,6 +68,8 @@ class CachedSplit:
     model: Path
     folder: Path
     block_tokens: int
+    codec: str = "bf16z"
+    """Of the disk."""
     split: Split = field(init=False)
 
     def start(self, *, has_tenants: bool = False) -> None:
@@ -76,7 +80,8 @@ class CachedSplit:
                 (self.folder / name).write_text(content)
                 (self.folder / name).chmod(0o600)
         for name, value in (
-            ("MODEL", self.model), ("FOLDER", self.folder), ("BLOCK", self.block_tokens)
+            ("MODEL", self.model), ("FOLDER", self.folder), ("BLOCK", self.block_tokens),
+            ("CODEC", self.codec),
         ):  # fmt: skip
             text = text.replace(name, str(value))
         self.split = start_split(text, self.folder, START_LIMIT_S)
@@ -84,6 +89,15 @@ class CachedSplit:
     def chunks_on_disk(self) -> set[str]:
         """Keys of the chunks that are there."""
         return {file.name for file in (self.folder / "disk" / "chunks").glob("??/*")}
+
+    def codecs_on_disk(self) -> set[str]:
+        """By which they are coded."""
+        found = set()
+        for file in (self.folder / "disk" / "chunks").glob("??/*"):
+            with file.open("rb") as opened:
+                header = memoryview(opened.read(HEADER_BYTES))
+            found.add(decode_header(header, bytes.fromhex(file.name), None).codec)
+        return found
 
     async def until_stored(self, chunks: int) -> None:
         """So many chunks are on the disk."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.launch.checks import limits, memory, software
 from splitserve.orchestrator.models.tiny import TinyModel
+from support.mooncake_store import MooncakePlace
 from support.skewed_redis import SkewedRedis
 from support.small_disk import SmallDisk
 
@@ -203,6 +204,19 @@ def s3_credentials(cluster: Cluster, scene: Scene) -> None:
     cluster["cache"]["tiers"][2] = {"type": "s3", "url": "s3://bucket/x", "options": options}
 
 
+def open_mooncake(cluster: Cluster, scene: Scene) -> None:
+    place = MooncakePlace(free_port, scene.folder)
+    scene.stack.callback(place.master.close)
+    settings = place.master.tier_settings()
+    tier = {"type": "mooncake", "url": settings.url, "options": settings.options}
+    cluster["cache"]["tiers"][2] = tier
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def full_disk(cluster: Cluster, scene: Scene) -> None:
     free = shutil.disk_usage(scene.folder).free
     cluster["cache"]["tiers"][1]["capacity_bytes"] = 2 * free
@@ -322,6 +336,7 @@ PLANTS = (
     Plant("Redis password", "cache", "cache.tiers[2]", redis_password),
     Plant("Redis clock", "clocks", "cache.tiers[2]", redis_clock, "warn", measured=True),
     Plant("S3 credentials", "cache", "cache.tiers[2]", s3_credentials),
+    Plant("open Mooncake", "tiers", "cache.tiers[2]", open_mooncake, "warn", measured=True),
     Plant("full disk", "cache", "cache.tiers[1].capacity_bytes", full_disk),
     Plant("read-only disk", "cache", "cache.tiers[1]", read_only_disk),
     Plant("few open files", "limits", "ulimit -n", few_files),

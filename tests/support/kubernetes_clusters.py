@@ -61,9 +61,20 @@ prefill: {{replicas: 2, kv_cache_bytes: 16 MiB, transfer: {{transport: local}}}}
 decode: {{kv_cache_bytes: 16 MiB, transfer: {{transport: local}}}}
 """
 
+ROUTERS = f"""
+name: two
+engine: mock
+model: {{path: mock}}
+router: {{replicas: 2, queue_limit_requests: 64}}
+{KEYS}
+prefill: {{kv_cache_bytes: 16 MiB, transfer: {{transport: tcp}}}}
+decode: {{kv_cache_bytes: 16 MiB, transfer: {{transport: tcp}}}}
+"""
+
 _CPU = "registry.example/splitserve:1-cpu"
 GOLDEN = {
     "mock": (MOCK, Options(image=_CPU)),
+    "routers": (ROUTERS, Options(image=_CPU)),
     "gpu": (
         GPU,
         Options(

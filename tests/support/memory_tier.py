@@ -10,6 +10,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     HEADER_BYTES,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     WriteOutcome,
@@ -29,6 +30,9 @@ class MemoryTier:
         self._room_bytes = room_bytes
         self._lock = threading.Lock()
 
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
+
     def check(self) -> None:
         """It always works."""
 
@@ -40,12 +44,12 @@ class MemoryTier:
             found = self.chunks.get(chunk.key)
             if found is None:
                 yield index, ReadOutcome.ABSENT
-            elif len(found) != HEADER_BYTES + len(chunk.body):
+            elif not chunk.hold(len(found)):
                 self.remove([chunk.key])
                 yield index, ReadOutcome.BROKEN
             else:
                 chunk.header[:] = found[:HEADER_BYTES]
-                chunk.body[:] = found[HEADER_BYTES:]
+                chunk.found_body[:] = found[HEADER_BYTES:]
                 yield index, ReadOutcome.HIT
 
     def write(self, chunks: Sequence[ChunkBuffers]) -> list[WriteOutcome]:

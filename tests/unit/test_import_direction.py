@@ -28,7 +28,12 @@ MAY_IMPORT = {
     },
     "configs": {"configs"},
 }
-KNOWS_VLLM = "orchestrator/engines/vllm/"
+KNOWN_IN = {
+    "vllm": "orchestrator/engines/vllm/",
+    "transformers": "orchestrator/engines/transformers/",
+    "tokenizers": "orchestrator/engines/transformers/",
+}
+"""The one folder that may import an engine's library."""
 
 PURE = (
     "kv_transfer/session*.py",
@@ -39,6 +44,8 @@ PURE = (
     "kv_transfer/holdings.py",
     "kv_transfer/cache/*_book.py",
     "kv_transfer/cache/advice.py",
+    "kv_transfer/cache/codec_choice.py",
+    "kv_transfer/cache/codecs/names.py",
     "kv_transfer/cache/costs.py",
     "kv_transfer/cache/entry.py",
     "kv_transfer/cache/eviction.py",
@@ -118,14 +125,14 @@ def test_folders_are_imported_under_splitserve() -> None:
     assert wrong == []
 
 
-def test_only_the_vllm_adapter_imports_vllm() -> None:
-    """vLLM is known in one folder."""
+def test_only_an_engines_adapter_imports_its_library() -> None:
+    """vLLM is known in one folder, and so is transformers."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in modules()
         for line, module in imports_of(path)
-        if module.partition(".")[0] == "vllm"
-        and not path.relative_to(ROOT).as_posix().startswith(KNOWS_VLLM)
+        if (folder := KNOWN_IN.get(module.partition(".")[0])) is not None
+        and not path.relative_to(ROOT).as_posix().startswith(folder)
     ]
     assert wrong == []
 

@@ -56,7 +56,7 @@ def test_images_are_made_as_environments_are() -> None:
         assert f"ARG {name}={version}\n" in dockerfile
     assert dockerfile.count(f"ARG VLLM={TESTED['vllm'].version}\n") == 2
     assert "pip uninstall --yes torchvision torchaudio torchcodec" in dockerfile
-    assert dockerfile.count("[ucx,s3,tracing] @ file://") == 2
+    assert dockerfile.count("[ucx,s3,mooncake,tracing] @ file://") == 2
 
 
 def test_the_dockerfile_has_no_known_fault() -> None:

@@ -7,6 +7,8 @@ Every write passes through; what the file ``PLANTED_FAULT_FILE`` says at that mo
            partly filled one: two *full* blocks of a layer may trade places without effect on the
            answer, because attention does not depend on the order of its keys
 ``zero``   the first page of the write is taken from the engine's null block
+``shift``  every page but the last of a layer is that of the block behind it: the KV of other
+           positions
 ``layer``  the first page of the write lands in the next layer's place (the first layer's for the
            last); its own place keeps what an earlier request left there
 """
@@ -54,6 +56,9 @@ class FaultyTransport:
             remote[[0, last]] = remote[[last, 0]]
         elif fault == "zero":
             local[0] = local[0] // here * here
+        elif fault == "shift":
+            same_layer = local[1:] // here == local[:-1] // here
+            local[:-1][same_layer] = local[1:][same_layer]
         elif fault == "layer":
             remote[0] = (remote[0] + there) % (there * self._layers)
         return self._inner.write(peer, tag, local, remote)

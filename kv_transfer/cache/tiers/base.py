@@ -1,9 +1,9 @@
 """What keeps chunks below the arena: one small interface, capabilities as data.
 
 A tier keeps whole chunks by key: a header of ``HEADER_BYTES`` and the body, as long as its reader
-says. It knows sizes and nothing of what is inside; whoever reads decodes the header and verifies
-the body (``chunk_format.py``). Bytes go straight between the store and the caller's buffers, which
-are slots of the arena.
+says, or shorter where the reader allows it. It knows sizes and nothing of what is inside; whoever
+reads decodes the header and verifies the body (``chunk_format.py``). Bytes go straight between the
+store and the caller's buffers, which are slots of the arena.
 
 Calls are synchronous, and several threads may call at once. None waits longer than its tier's
 timeouts for the peer of each operation. What a call cannot do because of the store is a
@@ -58,7 +58,7 @@ class WriteOutcome(enum.Enum):
     """The store has no room, or takes no writes; nothing of it is there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ChunkBuffers:
     """Where one chunk is read to or written from.
 
@@ -70,6 +70,25 @@ class ChunkBuffers:
     header: memoryview
     """``HEADER_BYTES``."""
     body: memoryview
+    may_be_shorter: bool = False
+    """Whether a read takes bodies of at least one byte that do not fill ``body``: the rest of it
+    is undefined then.
+    """
+    body_bytes: int = 0
+    """After a hit: how long the stored body is."""
+
+    def hold(self, size_bytes: int) -> bool:
+        """Whether a stored chunk of that size, header and all, may be read here; ``body_bytes``
+        says so then.
+        """
+        found = size_bytes - HEADER_BYTES
+        self.body_bytes = found
+        return found == len(self.body) or (self.may_be_shorter and 0 < found <= len(self.body))
+
+    @property
+    def found_body(self) -> memoryview:
+        """The part of ``body`` that ``hold`` has accepted."""
+        return self.body[: self.body_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +113,30 @@ class TierCapabilities:
     """Reached over a network."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The arena, as a process beside this one can map it too."""
+
+    descriptor: int
+    """Stays the owner's, and open until the tier is closed."""
+    address: int
+    """In this process."""
+    size_bytes: int
+
+
 class Tier(Protocol):
-    """A store of chunks. Everything but ``close`` may be called from several threads at once."""
+    """A store of chunks. Everything but ``use_memory`` and ``close`` may be called from several
+    threads at once.
+    """
 
     @property
     def capabilities(self) -> TierCapabilities:
         """Fixed over the life of the tier."""
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Bodies lie in this memory as a rule: a tier may map or register it, others are read and
+        written all the same. Called at most once, before the first chunk.
+        """
 
     def check(self) -> None:
         """The store is reachable, takes the credentials, can be written to (unless it is only

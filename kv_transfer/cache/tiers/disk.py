@@ -36,6 +36,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     HEADER_BYTES,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -100,6 +101,9 @@ class DiskTier:
     def is_direct(self) -> bool:
         """Whether page-aligned chunks go past the page cache."""
         return self._direct
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
 
     def check(self) -> None:
         """A file can be written and the capacity fits beside what else is on the disk. That it does
@@ -223,16 +227,19 @@ class DiskTier:
         return outcome
 
     def _read_file(self, chunk: ChunkBuffers) -> ReadOutcome:
+        flags = self._flags(chunk)
         try:
-            file = os.open(self._file(chunk.key), os.O_RDONLY | self._flags(chunk))
+            file = os.open(self._file(chunk.key), os.O_RDONLY | flags)
         except FileNotFoundError:
             return ReadOutcome.ABSENT
         except OSError as error:
             raise self._unavailable("read from", error) from error
         try:
-            if os.fstat(file).st_size != HEADER_BYTES + len(chunk.body):
+            if not chunk.hold(os.fstat(file).st_size):
                 return ReadOutcome.BROKEN
-            complete = _read_parts(file, [chunk.header, chunk.body])
+            if flags & os.O_DIRECT and chunk.body_bytes % ALIGNMENT_BYTES:
+                return ReadOutcome.BROKEN  # What was written past the page cache has whole pages.
+            complete = _read_parts(file, [chunk.header, chunk.found_body])
             return ReadOutcome.HIT if complete else ReadOutcome.BROKEN
         except OSError as error:
             if error.errno == errno.EIO:  # a bad spot of the disk: that chunk is lost

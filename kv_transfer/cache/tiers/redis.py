@@ -32,9 +32,11 @@ from splitserve.kv_transfer.cache.tiers.address import (
 )
 from splitserve.kv_transfer.cache.tiers.base import (
     CONNECT_TIMEOUT_S,
+    HEADER_BYTES,
     OPERATION_TIMEOUT_S,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -110,6 +112,9 @@ class RedisTier:
         self._only_reads = settings.admission == "never"
         self._places = threading.BoundedSemaphore(options.connections)
         self._idle: list[Connection] = []
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
 
     def check(self) -> None:
         """The server answers, takes a value, and has the memory."""
@@ -237,21 +242,22 @@ class RedisTier:
         names = [self._name(chunks[index].key) for index in indices]
         asked = b"".join(command(b"EXISTS", name) + command(b"STRLEN", name) for name in names)
         connection.send([asked], self._deadline())
-        found = [self._found(connection, _size(chunks[index])) for index in indices]
+        found = [self._found(connection, chunks[index]) for index in indices]
         for index, name, outcome in zip(indices, names, found, strict=True):
             if outcome is ReadOutcome.HIT:
                 yield index, self._receive_pieces(connection, name, chunks[index])
             else:
                 yield index, outcome
 
-    def _found(self, connection: Connection, size: int) -> ReadOutcome:
-        """What the answers to EXISTS and STRLEN say of a value that should have that size."""
+    def _found(self, connection: Connection, chunk: ChunkBuffers) -> ReadOutcome:
+        """What the answers to EXISTS and STRLEN say of a value that should be that chunk."""
         deadline = self._deadline()
         if connection.answer(deadline) == 0:
             connection.answer(deadline)
             return ReadOutcome.ABSENT
         try:
-            fits = connection.answer(deadline) == size
+            length = connection.answer(deadline)
+            fits = isinstance(length, int) and chunk.hold(length)
         except RespError as error:
             if error.code != "WRONGTYPE":
                 raise
@@ -265,8 +271,9 @@ class RedisTier:
         watches it, and the empty transaction at the end fails when it has changed.
         """
         pieces = [(0, chunk.header)]
-        for start in range(0, len(chunk.body), PIECE_BYTES):
-            pieces.append((len(chunk.header) + start, chunk.body[start : start + PIECE_BYTES]))
+        body = chunk.found_body
+        for start in range(0, len(body), PIECE_BYTES):
+            pieces.append((len(chunk.header) + start, body[start : start + PIECE_BYTES]))
         asked = [
             command(b"GETRANGE", name, b"%d" % start, b"%d" % (start + len(piece) - 1))
             for start, piece in pieces
@@ -284,15 +291,16 @@ class RedisTier:
 
     def _receive(self, connection: Connection, chunk: ChunkBuffers) -> ReadOutcome:
         try:
-            length = connection.value_into([chunk.header, chunk.body], self._deadline())
+            least = HEADER_BYTES + 1 if chunk.may_be_shorter else None
+            parts = [chunk.header, chunk.body]
+            length = connection.value_into(parts, self._deadline(), least)
         except RespError as error:
             if error.code == "WRONGTYPE":  # somebody else's value under this name
                 return ReadOutcome.BROKEN
             raise
         if length is None:
             return ReadOutcome.ABSENT
-        fits = length == _size(chunk)
-        return ReadOutcome.HIT if fits else ReadOutcome.BROKEN
+        return ReadOutcome.HIT if chunk.hold(length) else ReadOutcome.BROKEN
 
     def _written(self, connection: Connection) -> WriteOutcome:
         try:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _CLASSES = {
     "disk": ("splitserve.kv_transfer.cache.tiers.disk", "DiskTier"),
     "redis": ("splitserve.kv_transfer.cache.tiers.redis", "RedisTier"),
+    "mooncake": ("splitserve.kv_transfer.cache.tiers.mooncake", "MooncakeTier"),
     "s3": ("splitserve.kv_transfer.cache.tiers.s3", "ObjectTier"),
 }
 

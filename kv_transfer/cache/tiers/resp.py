@@ -93,11 +93,13 @@ class Connection:
             return _integer(rest)
         raise ProtocolError(f"an answer of type {kind!r}")
 
-    def value_into(self, parts: Sequence[memoryview], deadline: float) -> int | None:
+    def value_into(
+        self, parts: Sequence[memoryview], deadline: float, least: int | None = None
+    ) -> int | None:
         """The next answer, a value: its length, None for no value.
 
-        It is in ``parts`` when it is as long as they are together, else thrown away.
-        Raises as ``answer``.
+        It is in ``parts`` when it is as long as they are together, or shorter but at least
+        ``least`` bytes long; else it is thrown away. Raises as ``answer``.
         """
         kind, rest = self._line(deadline)
         if kind != b"$":
@@ -105,9 +107,12 @@ class Connection:
         length = _integer(rest)
         if length < 0:
             return None
-        if length == sum(len(part) for part in parts):
+        room = sum(len(part) for part in parts)
+        if (room if least is None else least) <= length <= room:
+            left = length
             for part in parts:
-                self._fill(part)
+                self._fill(part[:left])
+                left -= min(left, len(part))
         else:
             self._throw_away(length)
         self._end_of_value()

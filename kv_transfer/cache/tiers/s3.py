@@ -38,6 +38,7 @@ from splitserve.kv_transfer.cache.tiers.base import (
     OPERATION_TIMEOUT_S,
     ChunkBuffers,
     ReadOutcome,
+    SharedMemory,
     StoredChunk,
     TierCapabilities,
     TierConfigError,
@@ -113,6 +114,9 @@ class ObjectTier:
         self._store = self._make_store(expand(settings.url, "url of the s3 tier"), options)
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="cache-s3")
 
+    def use_memory(self, memory: SharedMemory) -> None:
+        """Any memory is as good."""
+
     def check(self) -> None:
         """The bucket is there and takes an object, or can be listed when it is only read."""
         if self._only_reads:
@@ -127,7 +131,10 @@ class ObjectTier:
         return list(self._threads.map(self._is_there, keys))
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
-        """As they come. When it ends early it waits for the requests that are under way."""
+        """As they come. When it ends early it waits for the requests that are under way. All parts
+        of what the buffers hold are asked for: of a shorter object those behind its end are
+        refused, which costs a question each.
+        """
         part_of: dict[Future[_Part], int] = {}
         for index, chunk in enumerate(chunks):
             for start in range(0, HEADER_BYTES + len(chunk.body), self._options.part_bytes):
@@ -212,23 +219,27 @@ class ObjectTier:
 
     def _read_part(self, chunk: ChunkBuffers, start: int) -> _Part:
         """The bytes from ``start`` on, at most ``part_bytes``, are in the chunk's buffers when it
-        is a hit.
+        is a hit; none, when the object is a shorter one that ends before.
         """
-        size = HEADER_BYTES + len(chunk.body)
-        end = min(size, start + self._options.part_bytes)
+        end = min(HEADER_BYTES + len(chunk.body), start + self._options.part_bytes)
         name = chunk.key.hex()
         try:
             got = obstore.get(self._store, name, options={"range": (start, end)})
-            if got.meta["size"] != size:
+            size = got.meta["size"]
+            if not chunk.hold(size):
                 return ReadOutcome.BROKEN, None
             content = memoryview(got.bytes())
         except FileNotFoundError:
             return ReadOutcome.ABSENT, None
         except _FAULTS as error:
             # An object that ends before the range is an error too, each store has its own
-            if self._size_of(name) not in (size, None):
+            meta = self._meta(name)
+            if meta is not None and not chunk.hold(meta["size"]):
                 return ReadOutcome.BROKEN, None
+            if meta is not None and start >= meta["size"]:
+                return ReadOutcome.HIT, meta["e_tag"]
             raise self._explained(error) from error
+        end = min(end, size)
         if len(content) != end - start:
             return ReadOutcome.BROKEN, None
         in_header = max(0, HEADER_BYTES - start)
@@ -243,16 +254,16 @@ class ObjectTier:
         return WriteOutcome.WRITTEN
 
     def _is_there(self, key: bytes) -> bool:
-        return self._size_of(key.hex()) is not None
+        return self._meta(key.hex()) is not None
 
-    def _size_of(self, name: str) -> int | None:
+    def _meta(self, name: str) -> Any:
+        """What the store says of an object; None when there is none."""
         try:
-            size: int = obstore.head(self._store, name)["size"]
+            return obstore.head(self._store, name)
         except FileNotFoundError:
             return None
         except _FAULTS as error:
             raise self._explained(error) from error
-        return size
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         for start in range(0, len(keys), KEYS_PER_REQUEST):

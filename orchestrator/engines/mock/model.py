@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.layout import PageLayout
 from splitserve.kv_transfer.transports.base import Region
 from splitserve.orchestrator.engines.mock.tokenizer import END, PRINTABLE
@@ -91,6 +92,19 @@ class KvMemory:
             first_head=self.first_head,
             total_heads=shape.heads,
         )
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in all layers and in the heads of all ranks."""
+        return self.shape.token_bytes
+
+    def geometry(self, chunk_tokens: int) -> ChunkGeometry:
+        """The chunks that the engine writes."""
+        return chunk_geometry(chunk_tokens, self.shape)
+
+    def computed_so_far(self) -> None:
+        """What was written is there."""
+        return
 
 
 class MockModel:
@@ -164,6 +178,20 @@ def reference_answer(model: MockModel, prompt: Sequence[int], tokens: int) -> li
             model.write(memory, layer, states[known:], known, table)
         text.append(model.next_token([memory], table, len(text)))
     return text[len(prompt) :]
+
+
+def chunk_geometry(chunk_tokens: int, shape: KvShape) -> ChunkGeometry:
+    """The chunks that the mock engine writes: it has keys only."""
+    return ChunkGeometry(
+        layers=shape.layers,
+        chunk_tokens=chunk_tokens,
+        block_tokens=shape.block_tokens,
+        heads=shape.heads,
+        key_bytes=shape.head_bytes,
+        value_bytes=0,
+        item_bytes=1,
+        order="rows",
+    )
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -7,7 +7,7 @@ computing really takes is part of the step, as long as it is less.
 
 With a profile a prompt that comes from elsewhere counts as landed when one link into this engine
 could have carried it, one prompt after another, and the latency is over; the real transfer takes
-part of that time.
+part of that time. What neighbours and sending add to steps is left out: each engine is by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from splitserve.kv_transfer.orders import TransferResults
-    from splitserve.orchestrator.engines.mock.scheduler import Request, StepPlan
+    from splitserve.orchestrator.engines.serving.scheduler import Request, StepPlan
     from splitserve.orchestrator.tuner.profile import Profile
 
 CATCH_UP_LIMIT_S = 0.02

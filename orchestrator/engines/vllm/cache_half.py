@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splitserve.kernels.quantise import NUMBERS
 from splitserve.kv_transfer.cache.engine_cache import EngineCache, PromptIdentity
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
 from splitserve.kv_transfer.cache.keys import Media, model_digest
@@ -60,7 +61,7 @@ def engine_cache(
     """The scheduler's end of the host's cache."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     geometry = chunk_geometry(config.chunk_tokens, vllm_config, kv_cache_config)
-    model = model_digest(fingerprint, config.chunk_tokens)
+    model = model_digest(fingerprint, config.chunk_tokens, config.key_codec)
     lookups = LookupClient(
         config.socket_path, incarnation, ranks, model, geometry, limit_s=config.lookup_timeout_s
     )
@@ -91,6 +92,7 @@ def chunk_geometry(
         value_bytes=getattr(spec, "head_size_v", spec.head_size) * item,
         item_bytes=item,
         order=order,
+        number=number if (number := str(spec.dtype).removeprefix("torch.")) in NUMBERS else "",
     )
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitserve.orchestrator.models.identity import weights_identity
+from splitserve.orchestrator.models.identity import (
+    layers_identity,
+    tokenizer_identity,
+    weights_identity,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 
 
 def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
@@ -33,12 +29,12 @@ def engine_fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     fingerprint = {
         "engine": "vllm " + ".".join(re.findall(r"\d+", vllm.__version__)[:2]),
         "weights": _weights(folder, model.revision, vllm_config.load_config.load_format),
-        "tokenizer": _tokenizer(folder, model.tokenizer_revision),
+        "tokenizer": tokenizer_identity(folder, model.tokenizer_revision),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
         "block_size": str(spec.block_size),
-        "layers": blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest(),
+        "layers": layers_identity(group.layer_names),
         "kv_layout": str(kv_cache_config.kv_cache_layout or cache.get_resolved_kv_cache_layout()),
         "rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
         "device": current_platform.device_type,
@@ -55,16 +51,6 @@ def _weights(folder: Path, revision: str | None, load_format: object) -> str:
     if str(getattr(load_format, "value", load_format)) == "dummy":
         return f"dummy of {folder.name}"
     return weights_identity(folder, revision)
-
-
-def _tokenizer(folder: Path, revision: str | None) -> str:
-    digest = blake2b(digest_size=16)
-    found = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
-    if not found:
-        return f"{folder}@{revision}"
-    for path in found:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def cpu_attention_isa(vllm_config: VllmConfig, block_size: int) -> str:

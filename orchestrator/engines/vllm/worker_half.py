@@ -93,7 +93,7 @@ class WorkerHalf:
                 engine=config.incarnation,
                 rank=self.rank,
                 ranks=tensor_parallel,
-                model=model_digest(fingerprint, chunk_tokens),
+                model=model_digest(fingerprint, chunk_tokens, config.cache.key_codec),
                 layout=layout,
                 geometry=chunk_geometry(chunk_tokens, self._vllm_config, self._kv_cache_config),
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config import ConfigError, secret_for, tenants_by_key
 from splitserve.orchestrator.config.checks import pool_differences, port_overlaps, shared_devices
 from splitserve.orchestrator.config.flips import flip_obstacle
+from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import cache_secret_problems
 from splitserve.orchestrator.launch.checks.model import kv_item_bytes
 from splitserve.orchestrator.launch.finding import Finding, told, warning
@@ -35,7 +36,8 @@ def configuration(subject: Subject) -> Finding:
         *shared_devices(config, "gpus"),
     }
     left = [sentence for sentence in subject.contradictions if sentence not in elsewhere]
-    detail = f"cluster {config.name}, engine {config.engine}, model {config.model.name}"
+    engines = " and ".join(dict.fromkeys(config.engine_of(pool) for pool in POOLS))
+    detail = f"cluster {config.name}, engine {engines}, model {config.model.name}"
     return Finding("configuration", detail, told(left))
 
 
@@ -129,7 +131,7 @@ def _deadlines(subject: Subject) -> Iterator[Problem]:
     for pool in ("prefill", "decode"):
         transfer = subject.config.pool(pool).transfer
         start_s = subject.config.pool(pool).startup_timeout_s
-        if subject.config.engine == "vllm" and start_s < LEAST_START_S:
+        if subject.config.engine_of(pool) == "vllm" and start_s < LEAST_START_S:
             yield warning(
                 f"{pool}.startup_timeout_s",
                 f"{start_s:g} s, but an engine takes at least {LEAST_START_S:g} s to be ready",

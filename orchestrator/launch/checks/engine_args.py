@@ -9,32 +9,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.transformers.flags import arguments
 from splitserve.orchestrator.engines.vllm.known_flags import known_flags, known_kv_cache_types
 from splitserve.orchestrator.launch.finding import Finding, failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
+
+_FLAGS: dict[str, Callable[[], frozenset[str]]] = {
+    "vllm": known_flags,
+    "transformers": lambda: frozenset(
+        option.removeprefix("--").replace("-", "_")
+        for action in arguments()._actions
+        for option in action.option_strings
+    ),
+}
+_NAMES = {"vllm": "the installed vLLM", "transformers": "the transformers engine"}
+_LISTED = {
+    "vllm": "`vllm serve --help=all`",
+    "transformers": "`python -m splitserve.orchestrator.engines.transformers.server --help`",
+}
 
 
 def engine_args(subject: Subject) -> Finding:
     """Every flag is one of the installed engine, and their sizes fit each other."""
     check = "engine_args"
-    if subject.config.engine != "vllm":
+    looked_at = [pool for pool in POOLS if subject.config.engine_of(pool) in _FLAGS]
+    if not looked_at:
         return Finding(check, "not looked at")
-    passed = {pool: sorted(subject.config.pool(pool).engine_args.passed_on) for pool in POOLS}
+    passed = {pool: sorted(subject.config.pool(pool).engine_args.passed_on) for pool in looked_at}
     problems = [
         problem
-        for pool in POOLS
+        for pool in looked_at
         for problem in (
             *_unknown_flags(subject, pool, passed[pool]),
             *_sizes(subject, pool),
             *_files(subject, pool),
         )
     ]
-    names = sorted({name for pool in POOLS for name in passed[pool]})
+    names = sorted({name for pool in looked_at for name in passed[pool]})
     return Finding(check, f"passed on: {', '.join(names) or 'none'}", tuple(problems))
 
 
@@ -43,7 +59,8 @@ def _unknown_flags(subject: Subject, pool: str, keys: list[str]) -> Iterator[Pro
     is a part of its value. What `configuration` tells is left out.
     """
     told_of = [sentence.partition(":")[0] for sentence in subject.contradictions]
-    known = known_flags() if keys else frozenset()
+    engine = subject.config.engine_of(pool)
+    known = _FLAGS[engine]() if keys else frozenset()
     for key in keys if known else ():
         if f"{pool}.engine_args.{key}" in told_of:
             continue
@@ -54,16 +71,14 @@ def _unknown_flags(subject: Subject, pool: str, keys: list[str]) -> Iterator[Pro
         close = difflib.get_close_matches(name, known, n=1)
         yield failure(
             f"{pool}.engine_args.{key}",
-            f"the installed vLLM has no flag --{key.replace('_', '-')}",
-            f"did you mean {close[0]!r}?"
-            if close
-            else "remove it; `vllm serve --help=all` lists all",
+            f"{_NAMES[engine]} has no flag --{key.replace('_', '-')}",
+            f"did you mean {close[0]!r}?" if close else f"remove it; {_LISTED[engine]} lists all",
         )
 
 
 def _sizes(subject: Subject, pool: str) -> Iterator[Problem]:
     args = subject.config.pool(pool).engine_args
-    types = known_kv_cache_types()
+    types = known_kv_cache_types() if subject.config.engine_of(pool) == "vllm" else frozenset()
     if types and args.kv_cache_dtype not in types:
         yield failure(
             f"{pool}.engine_args.kv_cache_dtype",

@@ -121,7 +121,8 @@ def _locked(subject: Subject, limit: int) -> Iterator[Problem]:
 def _address_space(subject: Subject) -> Iterator[Problem]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     largest = max((node.settings.kv_cache_bytes for node in subject.nodes), default=0)
-    wanted = largest + (ADDRESS_SPACE_BYTES if subject.config.engine == "vllm" else 0)
+    has_vllm = any(node.engine == "vllm" for node in subject.nodes)
+    wanted = largest + (ADDRESS_SPACE_BYTES if has_vllm else 0)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         yield failure(
             "ulimit -v",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.checks.subject import Subject
     from splitserve.orchestrator.launch.finding import Problem
 
-ENGINE_OVERHEAD_BYTES = 2 * 10**9
-"""Memory of one vLLM engine beside its KV and weights (three Python processes); measured about 3 GB
-with a small model.
+OVERHEAD_BYTES = {"vllm": 2 * 10**9, "transformers": 10**9, "mock": 0}
+"""Memory of one engine beside its KV and weights: vLLM's are three Python processes, for which
+about 3 GB were measured with a small model.
 """
 SHARED_ENGINE_BYTES = 2 * 2**20
 """What one engine's processes keep in ``/dev/shm`` to talk to each other."""
@@ -54,11 +54,9 @@ def memory(subject: Subject) -> Finding:
         node.settings.kv_cache_bytes * node.settings.engine_args.tensor_parallel_size
         for node in on_cpu
     )
-    engines = 0
-    if config.engine == "vllm":
-        engines = sum(
-            ENGINE_OVERHEAD_BYTES + weights_in_memory(subject, node.pool) for node in on_cpu
-        )
+    engines = sum(
+        OVERHEAD_BYTES[node.engine] + weights_in_memory(subject, node.pool) for node in on_cpu
+    )
     cache = arena_bytes(config.cache)
     available = available_memory_bytes()
     cached = f", {cache / 1e9:.1f} GB of cache" if cache else ""
@@ -86,7 +84,7 @@ def shared_memory(subject: Subject) -> Finding:
     there.
     """
     check = "shared_memory"
-    needed = sum(map(shared_bytes, subject.nodes)) if subject.config.engine == "vllm" else 0
+    needed = sum(shared_bytes(node) for node in subject.nodes if node.engine == "vllm")
     try:
         free = shutil.disk_usage(_SHARED).free
     except OSError as error:

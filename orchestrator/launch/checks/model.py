@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.engines.transformers.tested_models import TESTED_MODELS
 from splitserve.orchestrator.engines.vllm.known_flags import known_architectures
 from splitserve.orchestrator.launch.finding import Finding, Problem, failure, told, warning
 from splitserve.orchestrator.models.errors import ModelError
@@ -50,6 +51,8 @@ def model_of(config: ClusterConfig) -> str:
 def model(subject: Subject) -> Finding:
     """The folder is there, can be read, and fits the pools."""
     check, config = "model", subject.config
+    if config.launcher == "ray":
+        return Finding(check, f"{config.model.path}, which `up` looks for on each host")
     try:
         found = model_of(config)
     except ConfigError as error:
@@ -113,7 +116,7 @@ def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
     try:
         facts = read_facts(folder)
         wrong += mismatches(folder, facts)
-        yield from _architecture(facts)
+        yield from _architecture(facts, {config.engine_of(pool) for pool in POOLS})
     except ModelError as error:
         yield Problem.told(f"model.path: {error}")
     formats = {_flag(config.pool(pool), "load_format") for pool in POOLS}
@@ -132,12 +135,19 @@ def _folder_problems(folder: Path, config: ClusterConfig) -> Iterator[Problem]:
         yield failure("model.path", f"{folder} has no tokenizer", restore)
 
 
-def _architecture(facts: ModelFacts) -> Iterator[Problem]:
-    known = known_architectures()
+def _architecture(facts: ModelFacts, engines: set[str]) -> Iterator[Problem]:
+    named = ", ".join(facts.architectures)
+    if "transformers" in engines and set(TESTED_MODELS.values()).isdisjoint(facts.architectures):
+        yield failure(
+            "model.path",
+            f"{named or 'a model of no named class'} was not tested with the transformers engine",
+            f"use one of {', '.join(TESTED_MODELS.values())}, or engine: vllm",
+        )
+    known = known_architectures() if "vllm" in engines else frozenset()
     if known and facts.architectures and known.isdisjoint(facts.architectures):
         yield warning(
             "model.path",
-            f"the installed vLLM has no implementation of {', '.join(facts.architectures)}, and "
+            f"the installed vLLM has no implementation of {named}, and "
             "tries that of transformers, if there is one",
             "use a model of a class that vLLM has",
         )

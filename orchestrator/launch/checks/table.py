@@ -26,6 +26,7 @@ from splitserve.orchestrator.launch.checks.limits import limits
 from splitserve.orchestrator.launch.checks.memory import memory, shared_memory
 from splitserve.orchestrator.launch.checks.model import chat_template, model
 from splitserve.orchestrator.launch.checks.network import addresses, ports, proxies
+from splitserve.orchestrator.launch.checks.on_ray import on_ray
 from splitserve.orchestrator.launch.checks.processors import cpus, gpus, numa
 from splitserve.orchestrator.launch.checks.software import rights, software
 from splitserve.orchestrator.launch.checks.tiers import clocks, tiers
@@ -76,6 +77,7 @@ CHECKS = (
     Check("rights", rights),
     Check("addresses", addresses),
     Check("cache", cache),
+    Check("ray", on_ray, measures=True, after=("configuration",)),
     Check(
         "transport",
         transport,

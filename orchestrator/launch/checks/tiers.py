@@ -33,6 +33,7 @@ SLOW_S = 1.0
 CLOCK_LIMIT_S = 2.0
 CLOCK_REFUSED_S = 900.0
 """Beyond this S3 refuses every signed request."""
+_WITH_CLOCKS = ("redis", "mooncake", "s3")
 _TIERS = "splitserve.kv_transfer.cache.tiers"
 _UNFOUND = "see the check `cache`"
 
@@ -77,6 +78,7 @@ def tiers(subject: Subject) -> Finding:
     for index, (name, tier) in enumerate(zip(names, cache.tiers, strict=True)):
         if tier.type == "cpu":
             continue
+        problems += _unguarded(f"cache.tiers[{index}]", tier, cache.encrypt)
         if tier.admission == "never":
             parts.append(f"{name}: only read, not written to")
             continue
@@ -101,7 +103,7 @@ def clocks(subject: Subject) -> Finding:
     lower = cache.tiers if cache is not None else []
     names = tier_names(tier.type for tier in lower)
     for index, (name, tier) in enumerate(zip(names, lower, strict=True)):
-        if tier.type in ("redis", "s3") and (skew := _skew(tier)) is not None:
+        if tier.type in _WITH_CLOCKS and (skew := _skew(tier)) is not None:
             skews[name] = round(skew, 3)
             problems += _far(f"cache.tiers[{index}]", tier, skew)
     shown = [f"{name} {skew:+.3f} s" for name, skew in skews.items()]
@@ -178,6 +180,17 @@ def _broken(where: str, tier: TierConfig, error: Exception) -> Iterator[Problem]
     yield Problem.told(f"{where}: {error}")
 
 
+def _unguarded(where: str, tier: TierConfig, encrypt: bool) -> Iterator[Problem]:
+    """What nobody guards is as safe as its network."""
+    if tier.type == "mooncake" and not encrypt:
+        yield warning(
+            where,
+            "a Mooncake Store has no authentication, and those who give it memory listen on all "
+            "interfaces: whoever reaches them reads and changes the KV of every tenant",
+            "set cache.encrypt: true, and keep the store's ports within a network of their own",
+        )
+
+
 def _slow(where: str, result: TierResult) -> Iterator[Problem]:
     slowest = max(result.put_s, result.get_s)
     if slowest > SLOW_S:
@@ -201,7 +214,7 @@ def _skew(tier: TierConfig) -> float | None:
         return None
     if told is None:
         return None
-    step_s = 1.0 if tier.type == "s3" else 0.0
+    step_s = 0.0 if tier.type == "redis" else 1.0  # the dates of HTTP have no fractions
     ahead, behind = told - after, before - (told + step_s)
     return ahead if ahead > 0 else -behind if behind > 0 else 0.0
 

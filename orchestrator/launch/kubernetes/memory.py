@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 AGENT_BYTES = 256 * 2**20
 ENGINE_BYTES = 4 * 10**9
 """Bound of one vLLM engine beside its KV and weights; about 3 GB were measured."""
+PLAIN_ENGINE_BYTES = 2 * 10**9
+"""The same of a transformers engine."""
 RANK_BYTES = 2 * 10**9
 """What each rank beyond the first one adds."""
 MOCK_BYTES = 512 * 2**20
@@ -32,7 +34,7 @@ SHARED_SPARE = 2
 
 def shm_bytes(config: ClusterConfig, node: NodeConfig) -> int:
     """Size of the node's ``/dev/shm``."""
-    needed = shared_bytes(node) if config.engine == "vllm" else 0
+    needed = shared_bytes(node) if node.engine == "vllm" else 0
     return max(SHARED_LEAST_BYTES, SHARED_SPARE * needed)
 
 
@@ -43,14 +45,15 @@ def node_bytes(config: ClusterConfig, node: NodeConfig, weights: int) -> int:
     ranks = node.settings.engine_args.tensor_parallel_size
     kv = node.settings.kv_cache_bytes * ranks if node.gpus is None else 0
     processes = MOCK_BYTES
-    if config.engine == "vllm":
-        processes = AGENT_BYTES + ENGINE_BYTES + RANK_BYTES * (ranks - 1) + weights
+    if node.engine != "mock":
+        own = ENGINE_BYTES if node.engine == "vllm" else PLAIN_ENGINE_BYTES
+        processes = AGENT_BYTES + own + RANK_BYTES * (ranks - 1) + weights
     return kv + processes + shm_bytes(config, node) + arena_bytes(config.cache)
 
 
 def weights_of(config: ClusterConfig, pool: str, options: Options) -> int:
     """Bytes of weights of one engine. Raises ``ConfigError`` when nobody knows."""
-    if config.engine != "vllm":
+    if config.engine == "mock":
         return 0
     if options.model_memory_bytes is not None:
         return options.model_memory_bytes

@@ -12,6 +12,7 @@ import yaml
 from splitserve.orchestrator.config import nodes
 from splitserve.orchestrator.launch.kubernetes import options as at
 from splitserve.orchestrator.launch.kubernetes.policies import node_components
+from splitserve.orchestrator.launch.kubernetes.router_pods import AGENTS
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.launch.kubernetes.options import Manifest, Names
@@ -53,7 +54,7 @@ def _monitor(component: str, names: Names, endpoints: list[Manifest]) -> Manifes
 def _router_endpoint(pods: PodConfig, names: Names) -> Manifest:
     """Its metrics name nodes and endpoints themselves: these labels are kept."""
     relabelings = [_label("component", "router")]
-    host = names.service_host(names.of("router-agents"))
+    host = names.service_host(names.of(AGENTS))
     return _endpoint(at.PORT_NAME, relabelings, pods, names, host) | {"honorLabels": True}
 
 

@@ -18,6 +18,7 @@ from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.kubernetes import options as at
+from splitserve.orchestrator.launch.kubernetes.router_pods import AGENTS, router_hosts
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig
@@ -66,14 +67,24 @@ class PodConfig:
 
 def pod_config(config: ClusterConfig, names: Names) -> PodConfig:
     """Raises ``ConfigError`` for what pods cannot have."""
+    if config.launcher != "local":
+        raise ConfigError(
+            [
+                "launcher: Kubernetes places the nodes itself; remove `launcher`, `ray` and "
+                "`placement`, and say what a node gets with `cpus` or `gpus`"
+            ]
+        )
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     data["name"] = config.name
     router = data.setdefault("router", {})
-    router |= {
-        "host": "0.0.0.0",
-        "port": config.router.port,
-        "advertise_host": names.service_host(names.of("router-agents")),
-    }
+    for key in ("host", "advertise_host", "hosts"):
+        router.pop(key, None)
+    if config.router.replicas > 1:
+        hosts = router_hosts(names, config.router.replicas)
+        router |= {"port": config.router.port, "hosts": hosts}
+    else:
+        host = names.service_host(names.of(AGENTS))
+        router |= {"host": "0.0.0.0", "port": config.router.port, "advertise_host": host}
     node_env = {pool: _pool(pool, config, data, names) for pool in POOLS}
     data["allow_shared_devices"] = True
     data.setdefault("observability", {}).pop("log_dir", None)

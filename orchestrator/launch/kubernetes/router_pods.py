@@ -1,4 +1,6 @@
-"""The router: one Deployment, a Service for clients and one for agents."""
+"""The routers: a Service for clients, one for agents, and a Deployment of one pod, or a StatefulSet
+of several, whose pods agents find by their names.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.kubernetes.pod_config import PodConfig
 
 ROUTER = "router"
+AGENTS = "router-agents"
 READY_PATH = "/health"
 """200 once a decode node can be used."""
 LIVE_PATH = "/openapi.json"
@@ -28,36 +31,63 @@ RESOURCES = {
 
 
 def router(pods: PodConfig, names: Names, options: Options) -> list[Manifest]:
-    """The router's objects."""
-    port = pods.config.router.port
+    """Their objects."""
+    port, replicas = pods.config.router.port, pods.config.router.replicas
+    spec = _spec(pods, names, options)
+    if replicas > 1:
+        spec["topologySpreadConstraints"] = common.spread(names, ROUTER)
+    template = common.pod_template(names, ROUTER, spec, pods, pods.stable_text)
+    workload: Manifest = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": names.metadata(names.of(ROUTER), ROUTER),
+        "spec": {
+            "replicas": 1,
+            # Agents reach it by the Service, behind which a second one would take half of them
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": names.labels(ROUTER)},
+            "template": template,
+        },
+    }
+    if replicas > 1:
+        workload |= {
+            "kind": "StatefulSet",
+            "spec": {
+                "serviceName": names.of(AGENTS),
+                "replicas": replicas,
+                "podManagementPolicy": "Parallel",
+                "updateStrategy": {"type": "RollingUpdate"},
+                "selector": {"matchLabels": names.labels(ROUTER)},
+                "template": template,
+            },
+        }
     return [
         _service(ROUTER, names, port),
-        _service("router-agents", names, port, is_for_agents=True),
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": names.metadata(names.of(ROUTER), ROUTER),
-            "spec": {
-                "replicas": 1,
-                # Two routers would not know of each other's reservations, not even for a moment
-                "strategy": {"type": "Recreate"},
-                "selector": {"matchLabels": names.labels(ROUTER)},
-                "template": common.pod_template(
-                    names, ROUTER, _spec(pods, names, options), pods, pods.stable_text
-                ),
-            },
-        },
+        _service(AGENTS, names, port, is_for_agents=True, is_headless=replicas > 1),
+        workload,
     ]
 
 
-def _service(part: str, names: Names, port: int, *, is_for_agents: bool = False) -> Manifest:
-    """Agents have to reach a router that is not ready, or it never would be."""
+def router_hosts(names: Names, replicas: int) -> list[str]:
+    """The name by which agents reach each of several routers."""
+    service = names.service_host(names.of(AGENTS))
+    return [f"{names.of(ROUTER)}-{index}.{service}" for index in range(replicas)]
+
+
+def _service(
+    part: str, names: Names, port: int, *, is_for_agents: bool = False, is_headless: bool = False
+) -> Manifest:
+    """Agents have to reach a router that is not ready, or it never would be; ``is_headless``: by
+    the name of its pod.
+    """
     spec: Manifest = {
         "selector": names.labels(ROUTER),
         "ports": [{"name": at.PORT_NAME, "port": port, "targetPort": at.PORT_NAME}],
     }
     if is_for_agents:
         spec["publishNotReadyAddresses"] = True
+    if is_headless:
+        spec["clusterIP"] = "None"
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -72,6 +102,10 @@ def _spec(pods: PodConfig, names: Names, options: Options) -> Manifest:
     if pods.key_files:
         volumes.append(common.secret_volume("api-keys", names.of("api-keys"), pods.key_files))
         mounts.append({"name": "api-keys", "mountPath": at.KEYS_FOLDER, "readOnly": True})
+    arguments, env = [ROUTER, at.CLUSTER_FILE], common.plain_env()
+    if pods.config.router.replicas > 1:
+        arguments += ["--index", "$(POD_INDEX)", "--host", "0.0.0.0"]
+        env += common.address_env()
     return {
         "securityContext": common.pod_security(),
         "terminationGracePeriodSeconds": math.ceil(grace),
@@ -79,8 +113,8 @@ def _spec(pods: PodConfig, names: Names, options: Options) -> Manifest:
             {
                 "name": ROUTER,
                 "image": options.image,
-                "args": [ROUTER, at.CLUSTER_FILE],
-                "env": [*common.plain_env(), *pods.router_env],
+                "args": arguments,
+                "env": [*env, *pods.router_env],
                 "ports": [{"name": at.PORT_NAME, "containerPort": pods.config.router.port}],
                 "resources": RESOURCES,
                 "securityContext": common.container_security(),

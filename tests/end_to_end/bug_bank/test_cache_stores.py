@@ -20,6 +20,7 @@ from support.bank_client import LONG, ask, completion
 from support.cached_cluster import SLOT, cached_cluster, prompts_of
 from support.mock_cluster import alone
 from support.mock_engines import POLL_S
+from support.mooncake_store import MooncakePlace
 from support.small_disk import SmallDisk, spoil
 from support.store_servers import S3Server, redis_server
 
@@ -242,7 +243,7 @@ async def test_redis_under_steady_load(tmp_path: Path, plain_redis: StoreServer)
         without_s = statistics.median(first)
         load = SteadyLoad(cached, asked)
         async with load.running() as running:
-            await _hits_resume(cached, running)
+            await _hits_resume(cached, running, "redis")
             for fail, mend in (
                 (plain_redis.kill, plain_redis.start),
                 (plain_redis.stand_still, plain_redis.go_on),
@@ -250,7 +251,55 @@ async def test_redis_under_steady_load(tmp_path: Path, plain_redis: StoreServer)
                 fail()
                 await load.until_as_fast_as(without_s * 1.5 + 0.1, running)
                 await asyncio.to_thread(mend)
-                await _hits_resume(cached, running)
+                await _hits_resume(cached, running, "redis")
+
+
+@pytest.fixture
+def mooncake(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MooncakePlace]:
+    place = MooncakePlace(free_port, tmp_path)
+    yield place
+    place.master.close()
+
+
+@pytest.mark.parametrize("stands_still", [False, pytest.param(True, marks=LONG)])
+async def test_mooncake_under_steady_load(
+    tmp_path: Path, mooncake: MooncakePlace, stands_still: bool
+) -> None:
+    """Under steady load, with everything sealed, the owner of the store's memory ends and comes
+    back empty, then the master, or both stand still and go on. Nobody gets an error, first tokens
+    come as fast as without a cache within seconds, and hits resume by themselves.
+    """
+    (owner,) = mooncake.master.owners
+    settings = mooncake.master.tier_settings(options={"timeout_s": "1", "connect_timeout_s": "1"})
+    options = ", ".join(f"{name}: '{value}'" for name, value in settings.options.items())
+    tier = f"{{type: mooncake, url: '{settings.url}', options: {{{options}}}}}"
+    secret = tmp_path / "secret"
+    secret.write_text("5a" * 32)
+    secret.chmod(0o600)
+    sealed = f"\n  encrypt: true\n  secret_file: {secret}"
+    tiers = f"[{{type: cpu, capacity_bytes: {4 * SLOT}}}, {tier}]"
+    asked = prompts_of(4, chunks=4, start=500)
+
+    def come_back() -> None:
+        owner.start()
+        mooncake.master.until_segments(1)
+
+    ways: list[tuple[Callable[[], None], Callable[[], None]]] = [
+        (owner.kill, come_back),
+        (mooncake.server.kill, mooncake.renew),
+    ]
+    if stands_still:
+        ways = [(each.stand_still, each.go_on) for each in (owner, mooncake.server)]
+    async with cached_cluster(tmp_path, tiers + sealed, **SLOW) as cached:
+        without_s = statistics.median([await _took_s(cached, prompt) for prompt in asked])
+        load = SteadyLoad(cached, asked)
+        async with load.running() as running:
+            await _hits_resume(cached, running, "mooncake")
+            for fail, mend in ways:
+                fail()
+                await load.until_as_fast_as(without_s * 1.5 + 0.1, running)
+                await asyncio.to_thread(mend)
+                await _hits_resume(cached, running, "mooncake")
 
 
 async def _took_s(cached: CachedCluster, prompt: list[int]) -> float:
@@ -299,10 +348,10 @@ class SteadyLoad:
             await asyncio.sleep(POLL_S)
 
 
-async def _hits_resume(cached: CachedCluster, running: asyncio.Task[None]) -> None:
-    """Chunks are read from Redis."""
-    before, end = await cached.hits("redis"), time.monotonic() + WAIT_S
-    while await cached.hits("redis") < before + 8:
+async def _hits_resume(cached: CachedCluster, running: asyncio.Task[None], tier: str) -> None:
+    """Chunks are read from that tier."""
+    before, end = await cached.hits(tier), time.monotonic() + WAIT_S
+    while await cached.hits(tier) < before + 8:
         assert not running.done(), running.exception()
         assert time.monotonic() < end, cached.cluster.up.story()
         await asyncio.sleep(POLL_S)

@@ -74,7 +74,7 @@ class FakeEndpoint:
 class Rig:
     """An agent whose engine is ready."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, routers: int = 1) -> None:
         self.folder = folder
         self.endpoint = FakeEndpoint()
         self.agent = Agent(
@@ -82,14 +82,16 @@ class Rig:
             nodes(CONFIG)[1],
             model="m",
             secret=bytes(32),
-            router_url="http://127.0.0.1:1",
+            router_urls=[f"http://127.0.0.1:{1 + n}" for n in range(routers)],
             run_dir=folder,
             log_dir=folder,
             connect_endpoint=lambda address, secret: self.endpoint,  # type: ignore[arg-type, return-value]
         )
         engine: Any = SimpleNamespace(log=SimpleNamespace(stage="starting server"))
         endpoint: Any = self.endpoint
-        self.life = Life("decode-0-x", "key", time.monotonic(), engine, endpoint, was_ready=True)
+        self.life = Life(
+            "decode-0", "decode-0-x", "key", time.monotonic(), engine, endpoint, was_ready=True
+        )
         self.agent._life = self.life
         self.agent.phase = "ready"
 
@@ -99,9 +101,28 @@ class Rig:
         assert found is not None
         return found
 
+    async def hear(self, message: ToAgent, router: int = 0) -> None:
+        """A router says something."""
+        await self.agent._on_message(self.agent._routers.all[router], message)
+
+    def report(self) -> None:
+        """The engine has answered, and the agent tells."""
+        self.life.latest = self.endpoint.state
+        self.agent._report()
+
+    def connect(self, router: int = 0) -> None:
+        """There is that router."""
+        self.agent._routers.all[router].link._connection_lost.clear()
+
+    def disconnect(self, router: int = 0) -> None:
+        """It is gone."""
+        seen = self.agent._routers.all[router]
+        seen.link._connection_lost.set()
+        self.agent._routers._lost(seen)
+
     async def obey(self, message: ToAgent) -> None:
         """The router orders something, and the engine has been told of it."""
-        await self.agent._on_message(message)
+        await self.hear(message)
         relay = asyncio.create_task(self.agent.relay.run())
         async with asyncio.timeout(20):
             await self.agent.relay.empty()
@@ -155,11 +176,11 @@ async def test_an_order_that_the_engine_does_not_take_is_said(
 
 async def test_an_engine_that_does_not_answer_holds_up_no_other_order(rig: Rig) -> None:
     """Orders for the engine wait; the order to end it does not. Both are for one life only."""
-    await rig.agent._on_message(FailTransfer(transfer_id="t", reason="x"))
-    await rig.agent._on_message(EndEngine(incarnation="decode-0-older", reason="late"))
+    await rig.hear(FailTransfer(transfer_id="t", reason="x"))
+    await rig.hear(EndEngine(incarnation="decode-0-older", reason="late"))
     assert not rig.life.end.done()
-    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="it owes a fence"))
-    await rig.agent._on_message(EndEngine(incarnation="decode-0-x", reason="said again"))
+    await rig.hear(EndEngine(incarnation="decode-0-x", reason="it owes a fence"))
+    await rig.hear(EndEngine(incarnation="decode-0-x", reason="said again"))
     assert rig.life.end.result() == "it owes a fence"
     rig.life.endpoint = None
     await rig.obey(PeerDied(incarnation="P"))
@@ -168,12 +189,12 @@ async def test_an_engine_that_does_not_answer_holds_up_no_other_order(rig: Rig) 
 
 async def test_a_role_is_taken_over_and_a_refusal_shown(rig: Rig) -> None:
     """What the router says of the node is in its status; a welcome ends a refusal."""
-    await rig.agent._on_message(SetRole(role="prefill"))
-    await rig.agent._on_message(RefuseNode(reason="another model"))
-    rig.agent._report(rig.endpoint.state)
+    await rig.hear(SetRole(role="prefill", epoch=1))
+    await rig.hear(RefuseNode(reason="another model"))
+    rig.report()
     assert (rig.status().role, rig.status().refused) == ("prefill", "another model")
-    await rig.agent._on_message(Welcome(router="r"))
-    rig.agent._report(rig.endpoint.state)
+    await rig.hear(Welcome(router="r"))
+    rig.report()
     assert rig.status().refused == ""
 
 
@@ -187,37 +208,50 @@ async def test_a_node_is_known_when_the_router_has_answered(
     """A connection alone says nothing: a refusal may be on its way. Nor does an answer about the
     engine before this one, or over a connection that is lost.
     """
-    rig.agent._link._connection_lost.clear()
-    rig.agent._report(rig.endpoint.state)
+    rig.connect()
+    rig.report()
     assert not rig.status().router_connected
     assert rig.agent.health().obstacle == "no connection to the router"
-    await rig.agent._on_message(answer)
-    rig.agent._report(rig.endpoint.state)
+    await rig.hear(answer)
+    rig.report()
     assert (rig.status().router_connected, rig.status().refused) == (True, refused)
     assert rig.agent.health().obstacle == refused
     rig.life.incarnation = "decode-0-y"
-    rig.agent._report(rig.endpoint.state)
+    rig.report()
     assert not rig.status().router_connected
     rig.life.incarnation = "decode-0-x"
-    rig.agent._link._connection_lost.set()
-    rig.agent._report(rig.endpoint.state)
-    rig.agent._link._connection_lost.clear()
-    rig.agent._report(rig.endpoint.state)
+    rig.disconnect()
+    rig.report()
+    rig.connect()
+    rig.report()
     assert not rig.status().router_connected
 
 
 async def test_a_role_is_reported_and_outlasts_the_agent(rig: Rig) -> None:
-    """With every state; the agent after this one, of the same run, begins with it."""
+    """At once and with every state; the agent after this one, of the same run, begins with it."""
     states: list[Any] = []
-    rig.agent._link.fresh = states.append  # type: ignore[method-assign]
-    await rig.agent._on_message(SetRole(role="prefill"))
-    rig.agent._report(rig.endpoint.state)
-    assert [state.role for state in states] == ["prefill"]
+    rig.agent._routers.fresh = states.append  # type: ignore[method-assign]
+    await rig.hear(SetRole(role="prefill", epoch=1))
+    assert [(state.role, state.role_epoch) for state in states] == [("prefill", 1)]
     status = rig.status()
     assert (status.role, status.pool, status.flip_obstacle) == ("prefill", "decode", "")
-    assert Rig(rig.folder).agent.role == "prefill"
+    assert (Rig(rig.folder).agent.role, Rig(rig.folder).agent.role_epoch) == ("prefill", 1)
     status_path(rig.folder, "decode-0").unlink()
     assert Rig(rig.folder).agent.role == "decode"
+
+
+async def test_the_first_of_two_orders_counts(rig: Rig) -> None:
+    """Two routers order at once, by the same number: the second is told what the first has got; an
+    order that knows of the first is obeyed.
+    """
+    states: list[Any] = []
+    rig.agent._routers.fresh = states.append  # type: ignore[method-assign]
+    await rig.hear(SetRole(role="prefill", epoch=2))
+    await rig.hear(SetRole(role="decode", epoch=2))
+    await rig.hear(SetRole(role="decode", epoch=1))
+    assert [(s.role, s.role_epoch) for s in states] == [("prefill", 2)] * 3
+    await rig.hear(SetRole(role="decode", epoch=3))
+    assert (rig.agent.role, rig.agent.role_epoch) == ("decode", 3)
 
 
 DISMISS = Dismiss(incarnation="decode-0-x", at_once=False)
@@ -228,12 +262,12 @@ async def test_a_draining_engine_runs_on_until_its_node_is_dismissed(rig: Rig) -
     says counts from the dismissal on.
     """
     rig.endpoint.state = EngineStatus()
-    await rig.agent._on_message(Drain(incarnation="decode-0-x", restarts=False))
+    await rig.hear(Drain(incarnation="decode-0-x", restarts=False))
     assert rig.agent.phase == "draining"
     watching = asyncio.create_task(rig.watch())
     await rig.endpoint.asked(3)
     assert not watching.done()
-    await rig.agent._on_message(DISMISS)
+    await rig.hear(DISMISS)
     assert await watching == ""
     assert rig.life.owed_nothing
 
@@ -242,7 +276,7 @@ async def test_a_draining_engine_runs_on_until_its_node_is_dismissed(rig: Rig) -
 async def test_a_dismissed_engine_ends_when_it_owes_nothing(rig: Rig, owed: str) -> None:
     """Not before: requests, transfers and pages that a peer may still fetch."""
     rig.endpoint.state = EngineStatus(**{owed: 1})
-    await rig.agent._on_message(DISMISS)
+    await rig.hear(DISMISS)
     watching = asyncio.create_task(rig.watch())
     await rig.endpoint.asked(3)
     assert not watching.done()
@@ -257,7 +291,7 @@ async def test_an_answer_to_an_earlier_question_does_not_end_the_engine(rig: Rig
     rig.endpoint.may_answer.clear()
     watching = asyncio.create_task(rig.watch())
     await rig.endpoint.asked(1)
-    await rig.agent._on_message(DISMISS)
+    await rig.hear(DISMISS)
     rig.endpoint.state = EngineStatus(leased_blocks=1)
     rig.endpoint.may_answer.set()
     await rig.endpoint.asked(3)
@@ -270,7 +304,7 @@ async def test_an_answer_to_an_earlier_question_does_not_end_the_engine(rig: Rig
 async def test_a_drain_ends_with_its_deadline(rig: Rig, error: Exception | None) -> None:
     """Whatever the engine owes, and whether it speaks or not."""
     rig.endpoint.error = error
-    await rig.agent._on_message(Dismiss(incarnation="decode-0-x", at_once=True))
+    await rig.hear(Dismiss(incarnation="decode-0-x", at_once=True))
     assert await rig.watch() == ""
     assert not rig.life.owed_nothing
 
@@ -278,8 +312,8 @@ async def test_a_drain_ends_with_its_deadline(rig: Rig, error: Exception | None)
 async def test_orders_for_an_earlier_engine_do_not_end_this_one(rig: Rig) -> None:
     """The engine died while it drained, and this is another one."""
     rig.endpoint.state = EngineStatus()
-    await rig.agent._on_message(Drain(incarnation="decode-0-w", restarts=False))
-    await rig.agent._on_message(Dismiss(incarnation="decode-0-w", at_once=True))
+    await rig.hear(Drain(incarnation="decode-0-w", restarts=False))
+    await rig.hear(Dismiss(incarnation="decode-0-w", at_once=True))
     assert rig.agent.phase == "ready"
     watching = asyncio.create_task(rig.watch())
     await rig.endpoint.asked(3)
@@ -304,8 +338,10 @@ class Lives:
         engine: Any = SimpleNamespace(log=SimpleNamespace(stage=""))
         if not self._ends:
             self._rig.agent.stop()
-            return Life("decode-0-z", "key", 0.0, engine, was_ready=True)
-        return Life("decode-0-y", "key", 0.0, engine, was_ready=True, **self._ends.pop(0))
+            return Life("decode-0", "decode-0-z", "key", 0.0, engine, was_ready=True)
+        return Life(
+            "decode-0", "decode-0-y", "key", 0.0, engine, was_ready=True, **self._ends.pop(0)
+        )
 
     async def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -366,10 +402,10 @@ async def test_a_full_disk_does_not_end_the_watch(
     real = subject.write_status
     monkeypatch.setattr(subject, "write_status", write_status)
     for _ in range(3):
-        rig.agent._report(rig.endpoint.state)
+        rig.report()
     assert caplog.text.count("cannot write the status") == 1
     full = False
-    rig.agent._report(rig.endpoint.state)
+    rig.report()
     assert rig.status().running == 1
 
 
@@ -383,6 +419,6 @@ async def test_a_full_disk_does_not_keep_a_node_away(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    rig.agent._note("decode-0-z")
+    rig.agent._last_life.begin("decode-0-z")
     assert "No space left" in caplog.text
     assert not list(rig.folder.glob("*.incarnation"))

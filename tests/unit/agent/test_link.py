@@ -141,9 +141,9 @@ async def test_a_new_role_is_said_on_the_next_connection(
     """Not on this one, whose router has ordered it."""
     link.hello(HELLO)
     assert await router.next() == HELLO
-    link.set_role("decode")
+    link.set_role("decode", 3)
     await router.sockets[0].close()
-    assert await router.next() == msgspec.structs.replace(HELLO, role="decode")
+    assert await router.next() == msgspec.structs.replace(HELLO, role="decode", role_epoch=3)
 
 
 async def test_frames_of_the_router_are_handed_over(router: FakeRouter, link: RouterLink) -> None:

@@ -125,3 +125,41 @@ def test_a_router_that_refuses_or_is_gone(router: Router) -> None:
     result = audit()
     assert result.exit_code == 1
     assert f"the router on {record.url} does not answer" in result.stderr
+
+
+def test_every_router_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them knows nothing of another one may; one that is away does not matter while
+    another answers, and what two see is shown once.
+    """
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    files = ClusterFiles("test")
+    servers = [Router(), Router()]
+    threads = [
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        for server in servers
+    ]
+    for thread in threads:
+        thread.start()
+    other = DIFFERENCE | {"owner": "cd34-1"}
+    servers[0].answer = {"nodes": ["decode-0"], "differences": [DIFFERENCE]}
+    servers[1].answer = {"nodes": ["decode-0", "p"], "differences": [other, DIFFERENCE]}
+    urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
+    record = ClusterRecord(
+        name="test", run="r", pid=1, source="s", nodes=(), phase="serving", started=0.0,
+        log_dir="", url="http://127.0.0.1:1", more_urls=tuple(urls),
+    )  # fmt: skip
+    try:
+        with files.lock():
+            files.write_record(record)
+            files.token_path.write_text("token")
+            result = CliRunner().invoke(main, ["status", "test", "--audit", "--json"])
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            server.shutdown()
+            thread.join()
+            server.server_close()
+    assert result.exit_code == 4, result.output
+    assert json.loads(result.stdout) == {
+        "nodes": ["decode-0", "p"],
+        "differences": [DIFFERENCE, other],
+    }

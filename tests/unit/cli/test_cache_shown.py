@@ -97,7 +97,7 @@ def test_up_shows_the_cache(files: ClusterFiles) -> None:
         display.update(ClusterStatus("starting", {}, "starting"))
         display.update(ClusterStatus("starting", {}, "ready"))
     config = with_cache_paths(parse(TEXT))
-    print_endpoints(console, config, "http://r", ClusterStatus("ready", {}, "ready"))
+    print_endpoints(console, config, ["http://r"], ClusterStatus("ready", {}, "ready"))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
         "cache: starting",

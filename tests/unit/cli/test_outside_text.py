@@ -42,6 +42,7 @@ def test_an_engines_last_words_in_the_status(
         "source": "[/root]/x.yaml",
         "running": True,
         "nodes": [msgspec.to_builtins(_failed()) | {"owed": {}}],
+        "routers": [],
         "flip_obstacle": "",
         "autotune": None,
         "cache": None,

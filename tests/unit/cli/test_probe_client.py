@@ -43,6 +43,34 @@ async def probed(reply: Reply) -> AsyncIterator[ProbeClient]:
         await router.stop()
 
 
+async def test_it_is_said_when_the_first_token_is_there() -> None:
+    """Once, and while the answer goes on; an event without a token is not one."""
+    seen: list[int] = []
+    told, sent = asyncio.Event(), 0
+
+    async def reply(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await start_stream(writer)
+        await chunk(writer, event([], delta={"role": "assistant"}))
+        sent = 1
+        await chunk(writer, event([1]))
+        async with asyncio.timeout(20):
+            await told.wait()
+        sent = 2
+        await chunk(writer, event([2, 3]))
+        await chunk(writer, DONE)
+        await chunk(writer, b"")
+
+    def begun() -> None:
+        seen.append(sent)
+        told.set()
+
+    async with probed(reply) as client:
+        answer = await client.ask([1, 2], 3, decode="d0", begun=begun)
+    assert len(answer.tokens) == 3
+    assert seen == [1]
+
+
 async def test_every_token_of_an_event_counts() -> None:
     """An event with the role alone is none; four tokens that come together come at one time."""
     has_first = asyncio.Event()

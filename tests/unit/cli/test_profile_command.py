@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from router_stubs.cluster import SECRET, stub_cluster
 
 from splitserve.orchestrator.agent.auth import operator_token
@@ -105,6 +106,19 @@ def test_shows_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     path = tmp_path / "splitserve" / "test" / "profile.json"
     assert parse_profile(path.read_bytes(), "p") == PROFILE
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.usefixtures("running")
+def test_shows_what_neighbours_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each kind of step, where nodes share a host; nothing of it where none does."""
+    words = "per busy neighbour"
+    measures(monkeypatch, PROFILE)
+    assert words not in CliRunner().invoke(main, ["profile"]).output
+    decode = structs.replace(PROFILE.decode, neighbour=Estimate(0.25, 0.2, 0.3))
+    measures(monkeypatch, structs.replace(PROFILE, nodes_per_host=2, decode=decode))
+    lines = CliRunner().invoke(main, ["profile"]).output.splitlines()
+    shown = [" ".join(line.split()) for line in lines if words in line]
+    assert shown == [f"{words} 0 % 0 to 0", f"{words} 25 % 20 to 30"]
 
 
 @pytest.mark.usefixtures("running")

@@ -13,7 +13,7 @@ from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilent
 from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -131,3 +131,21 @@ def test_an_id_that_is_not_kept_is_none(router: Router, client: RouterClient) ->
     router.status = 401
     with pytest.raises(RouterSilentError, match="answers 401"):
         client.timeline("bench-1")
+
+
+def test_a_router_that_is_there_answers_for_one_that_is_not(
+    router: Router, client: RouterClient, free_port: Callable[[], int]
+) -> None:
+    """The first that takes the connection is asked; with none of them there the first is named."""
+    away = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{router.server_port}"
+    found = client._files.record()
+    record = ClusterRecord(
+        name="mock", run="r", pid=1, source="mock", nodes=(), phase="serving", started=0.0,
+        log_dir="", url=away, more_urls=(url,),
+    )  # fmt: skip
+    assert found is None
+    assert [one.url for one in record.routers] == [away, url]
+    assert RouterClient(client._files, record).status()["path"] == "/internal/status"
+    with pytest.raises(RouterSilentError, match=f"the router on {away} does not answer"):
+        RouterClient(client._files, record.routers[0]).status()

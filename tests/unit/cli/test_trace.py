@@ -203,6 +203,16 @@ def test_the_log_knows_older_requests(
     assert f"(from {log_dir / 'router.log'})" in result.output
 
 
+def test_the_logs_of_other_routers_are_read_too(log_dir: Path) -> None:
+    """Whichever of several routers served it, and also what ``up`` has moved away."""
+    write(log_dir / "router.log", OLD | {"request_id": "bench-2"})
+    write(log_dir / "router-1.log", OLD)
+    assert f"(from {log_dir / 'router-1.log'})" in run("bench-1").output
+    (log_dir / "router-1.log").rename(log_dir / "router-1.log.1")
+    write(log_dir / "router-1.log", OLD | {"request_id": "bench-3"})
+    assert f"(from {log_dir / 'router-1.log.1'})" in run("bench-1").output
+
+
 def test_the_log_before_is_read_too(log_dir: Path) -> None:
     """``up`` moves a long log to ``router.log.1``."""
     write(log_dir / "router.log", OLD | {"request_id": "bench-2"})

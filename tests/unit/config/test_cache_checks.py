@@ -58,7 +58,7 @@ def test_every_key_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("tiers", "problem"),
     [
-        ("{type: tape}", "input should be 'cpu', 'disk', 'redis' or 's3' (got 'tape')"),
+        ("{type: tape}", "input should be 'cpu', 'disk', 'redis', 'mooncake' or 's3' (got 'tape')"),
         ("{type: cpu}", "capacity_bytes: required for a cpu tier, e.g. 4 GiB"),
         ("{type: disk}", "capacity_bytes: required for a disk tier, e.g. 4 GiB"),
         (f"{REDIS}, {CPU}", "cache.tiers[1]: a cpu tier comes first; move it to the top"),
@@ -67,6 +67,8 @@ def test_every_key_can_be_given() -> None:
         ("{type: redis, url: 'http://h'}", "a redis tier takes redis://, rediss:// (got 'http"),
         ("{type: redis, url: 'redis://'}", "redis:// names no host"),
         ("{type: redis, url: 'redis://h:x'}", "is no URL"),
+        ("{type: mooncake}", "url: required for a mooncake tier (mooncake://)"),
+        ("{type: mooncake, url: 'mooncake:///x'}", "names no host"),
         ("{type: s3, url: 's3:b'}", "takes s3://, gs://, az://, file:// (got 's3:b')"),
         ("{type: s3, url: 's3://'}", "names no bucket"),
         ("{type: s3, url: 'file://b/c'}", "write file:///FOLDER"),
@@ -91,6 +93,7 @@ def test_a_tier_that_cannot_be(tiers: str, problem: str) -> None:
     [
         REDIS,
         "{type: redis, url: 'rediss://u:p@h'}",
+        "{type: mooncake, url: 'mooncake://h:50051', options: {replicas: '2'}}",
         "{type: s3, url: 'gs://b'}",
         "{type: s3, url: 'az://b/p'}",
         "{type: s3, url: 'file:///x'}",

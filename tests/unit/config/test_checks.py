@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.config import ConfigError, nodes, parse
 from splitserve.orchestrator.config.checks import fixed_ports, is_loopback
 
 MODEL = "model: {path: some/model}\n"
@@ -51,6 +51,35 @@ def test_pools_that_would_make_different_prompts_are_refused(ours: str, theirs: 
     assert "different prompts" in problem
     assert "None" in problem or "{'a': 1}" in problem or "a.jinja" in problem
     parse(MODEL + text.format("chat-template: a.jinja", "chat_template: a.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine: mock\ndecode: {engine: transformers}", "cannot take KV of the cluster's engine"),
+        (
+            "engine: transformers\nprefill: {engine_args: {tensor_parallel_size: 2}}",
+            "prefill.engine_args.tensor_parallel_size: the transformers engine has one rank",
+        ),
+        (
+            "engine: transformers\nprefill: &p {engine_args: {kv_cache_dtype: fp8}}\ndecode: *p",
+            "fp8 needs engine: vllm",
+        ),
+        (
+            "engine: transformers\nprefill: {engine: vllm}",
+            "prefill.cpus: required",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_started_so_are_refused(text: str, words: str) -> None:
+    """Each pool by its own engine; the key is named."""
+    assert any(words in problem for problem in problems_of(text + "\n"))
+
+
+def test_a_pool_may_have_an_engine_of_its_own() -> None:
+    """Its nodes have it, those of the other pool have the cluster's."""
+    config = parse(MODEL + "engine: transformers\ndecode: {engine: vllm, cpus: [[0]]}\n")
+    assert [node.engine for node in nodes(config)] == ["transformers", "vllm"]
 
 
 @pytest.mark.parametrize("threshold", ["-1", "many", "1.5", "true"])
@@ -182,3 +211,29 @@ def test_the_longest_delay_of_a_breaker_is_not_the_shortest() -> None:
 def test_loopback(host: str, expected: bool) -> None:
     """Only addresses that this machine alone can reach count."""
     assert is_loopback(host) is expected
+
+
+ROUTERS = "engine: mock\nrouter: {replicas: 2, port: 8000%s}\n"
+
+
+def test_routers_that_share_an_address_take_consecutive_ports() -> None:
+    """Those on machines of their own have the same one."""
+    text = "engine: mock\nprefill: {port_base: 8001}\n" + (ROUTERS % "").partition("\n")[2]
+    assert problems_of(text)[0].startswith("port 8001 is used by router.port and prefill-0 HTTP")
+    hosts = ROUTERS % ", hosts: [127.0.0.1, 127.0.0.2]"
+    assert [port for port, _, _ in fixed_ports(parse(MODEL + hosts))] == [8000]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (", hosts: ['::1']", "router.hosts: 1 hosts for 2 replicas"),
+        (", hosts: ['::1', 127.0.0.1], host: '::1'", "router.host: router.hosts says"),
+        (", hosts: ['::1', 127.0.0.1], advertise_host: a", "router.advertise_host: router.hosts"),
+        (", hosts: ['::1', 10.0.0.1]", "router.hosts: 10.0.0.1 serves the network without any key"),
+    ],
+)
+def test_routers_and_their_hosts_have_to_fit(more: str, problem: str) -> None:
+    """Each contradiction is told with its key."""
+    (found,) = problems_of(ROUTERS % more)
+    assert found.startswith(problem)

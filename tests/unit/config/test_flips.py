@@ -86,6 +86,12 @@ def test_no_value_of_a_variable_is_shown(env: dict[str, str]) -> None:
     assert "s3cret" not in found
 
 
+def test_engines_of_two_kinds_do_not_change_roles() -> None:
+    """A node keeps its engine, and with it what it can answer."""
+    text = "model: {path: m}\nengine: transformers\nprefill: {cpus: [[0]], engine: vllm}\n"
+    assert "prefill.engine is vllm but decode.engine is transformers" in flip_obstacle(parse(text))
+
+
 def test_every_built_in_cluster_has_an_answer() -> None:
     """Yes, or a sentence."""
     for name in builtin_names():

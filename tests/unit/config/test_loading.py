@@ -226,3 +226,10 @@ def test_an_ipv6_host_becomes_a_url() -> None:
     node = nodes(config)[1]
     assert node.engine_url == "http://[::1]:0"
     assert node.control_addresses == ("tcp://[::1]:0",)
+
+
+@pytest.mark.parametrize(("text", "value"), [("5e-4", 5e-4), ("1E1", 10.0), ("2.5e+1", 25.0)])
+def test_numbers_may_have_exponents(text: str, value: float) -> None:
+    """Without a point, too."""
+    config = parse(f"engine: mock\nmodel: {{path: m}}\nrouter: {{queue_timeout_s: {text}}}\n")
+    assert config.router.queue_timeout_s == value

@@ -50,7 +50,7 @@ def test_an_idle_node_has_its_new_role_at_once() -> None:
     driver = Driver("p0", "d0", "d1")
     assert flip(driver, "d1", "prefill") == [
         AnswerFlip(7, "flipped", "d1 takes prefill work from now on"),
-        SetRole("d1", "prefill"),
+        SetRole("d1", "prefill", 1),
     ]
     assert [places(driver, f"r{n}") for n in range(2)] == [("p0", "d0"), ("d1", "d0")]
     assert driver.core.flips == 1
@@ -240,9 +240,9 @@ def test_an_agent_that_has_missed_its_order_is_told_again() -> None:
     """With its hello and with each report, until it says the same."""
     driver = Driver("p0", "d0", "d1")
     flip(driver, "d1", "prefill")
-    assert driver.report("d1", role="decode") == [SetRole("d1", "prefill")]
-    assert driver.join("d1", role="decode") == [AcceptNode("d1"), SetRole("d1", "prefill")]
-    assert driver.report("d1", role="prefill") == []
+    assert driver.report("d1", role="decode") == [SetRole("d1", "prefill", 1)]
+    assert driver.join("d1", role="decode") == [AcceptNode("d1"), SetRole("d1", "prefill", 1)]
+    assert driver.report("d1", role="prefill", role_epoch=1) == []
     assert driver.join("d1", role="prefill") == [AcceptNode("d1")]
     assert driver.node("d1").role == "prefill"
 

@@ -39,6 +39,26 @@ def value(command: EngineCommand, flag: str) -> str:
     return command.argv[command.argv.index(flag) + 1]
 
 
+def test_the_transformers_engine_is_told_what_it_computes_with() -> None:
+    """The type, the KV's type, the connector's settings; a folder is not looked for in the Hub."""
+    text = """
+engine: transformers
+model: {path: /models/m, served_name: name}
+decode: {engine_args: {dtype: bfloat16, threads: 2}, env: {EXTRA: "1"}}
+prefill: {engine_args: {dtype: bfloat16}}
+"""
+    config = parse(text)
+    command = engine_command(config, node(config, "decode-0"), "/models/m", "decode-0-abc")
+    assert command.argv[2] == "splitserve.orchestrator.engines.transformers.server"
+    assert value(command, "--dtype") == "bfloat16"
+    assert value(command, "--threads") == "2"
+    settings = json.loads(value(command, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert settings["incarnation"] == "decode-0-abc"
+    assert (command.env["HF_HUB_OFFLINE"], command.env["EXTRA"]) == ("1", "1")
+    assert "--device" not in command.argv
+    assert command.warm_up is None
+
+
 @pytest.mark.parametrize("engine", ["vllm", "mock"])
 def test_flags_that_every_engine_gets(engine: str) -> None:
     """Model, address, sizes and the connector's settings of the second replica."""

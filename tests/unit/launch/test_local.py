@@ -31,17 +31,17 @@ supervision: {restart_delay_s: 0.001, restart_limit: 2}
 class Rig:
     """A launcher that starts nothing by itself, and what it has said."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: str = "") -> None:
         self.said: list[str] = []
         self.launcher = LocalLauncher(
-            parse(CONFIG),
+            parse(CONFIG + more),
             ClusterFiles("rig"),
             model="m",
             run="rig-run",
             secret=bytes(32),
             say=self.said.append,
         )
-        self.router = self.launcher._router
+        self.router = self.launcher._routers[0]
 
     async def keep(self) -> None:
         """Watch the router until nobody does any more."""
@@ -180,3 +180,23 @@ def test_a_log_is_bounded_on_a_full_disk_too(
     monkeypatch.setattr(child_logs.shutil, "copyfile", full)
     bound_log(path, 50)
     assert [p.stat().st_size for p in tmp_path.iterdir()] == [0]
+
+
+async def test_several_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a process with a number, a port and a log of its own; the cluster is broken when none
+    of them is left, and cannot become ready while one is missing.
+    """
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    rig = Rig("router: {port: 8000, replicas: 2}\n")
+    routers = rig.launcher._routers
+    assert [child.argv[-2:] for child in routers] == [["--index", "0"], ["--index", "1"]]
+    assert [child.log_path.name for child in routers] == ["router.log", "router-1.log"]
+    assert rig.launcher.urls == ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+    (tmp_path / "splitserve" / "rig").mkdir(parents=True)
+    routers[0].state = "failed"
+    assert "router 0 does not start" in str(rig.launcher.failure())
+    assert rig.launcher.broken() is None
+    status = await rig.launcher.status()
+    assert (status.router, status.more_routers) == ("failed", {"router-1": "starting"})
+    routers[1].state = "failed"
+    assert rig.launcher.broken() is not None

@@ -65,7 +65,7 @@ class Rig:
         )
         assert self.launcher._cache is not None
         self.cache = self.launcher._cache
-        self.others = [self.launcher._router, *self.launcher._agents.values()]
+        self.others = [*self.launcher._routers, *self.launcher._agents.values()]
         self.cache.argv = [sys.executable, "-c", PROGRAM, self.cache.argv[-1]]
         for child in self.others:
             child.argv = ["sleep", "60"]

@@ -13,6 +13,7 @@ from splitserve.orchestrator.config.scaling import scaled
 from splitserve.orchestrator.launch.ports import (
     FREE_RANGE,
     ROOM_NODES,
+    free_run,
     is_free,
     taken_ports,
     with_ports,
@@ -61,6 +62,14 @@ def test_a_foreign_address_is_an_error() -> None:
         is_free(1024, "203.0.113.1")
 
 
+def test_routers_get_ports_in_a_row() -> None:
+    """As many as there are, none of them in use."""
+    config = with_ports(parse(OPEN.replace("port: 0", "port: 0, replicas: 3")))
+    ports = [config.router.port + index for index in range(config.router.replicas)]
+    assert len(ports) == 3
+    assert all(is_free(port, "127.0.0.1") for port in ports)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_pools_find_room_behind_their_ports(seed: int) -> None:
     """A cluster whose ports were chosen can grow: no two nodes would get the same port."""
@@ -71,13 +80,12 @@ def test_pools_find_room_behind_their_ports(seed: int) -> None:
 
 def test_a_new_nodes_taken_port_is_named() -> None:
     """With who would get it; ports of nodes that run are theirs."""
+    first = free_run(["127.0.0.1"], 4)
+    port = first + 2
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
-        text = (
-            f"engine: mock\nmodel: {{path: m}}\nprefill: {{replicas: 2, port_base: {port - 2}}}\n"
-        )
+        text = f"engine: mock\nmodel: {{path: m}}\nprefill: {{replicas: 2, port_base: {first}}}\n"
         config = parse(text)
         assert taken_ports(config, ["prefill-0"]) == []
         (problem,) = taken_ports(config, ["prefill-1"])

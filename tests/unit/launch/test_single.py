@@ -57,7 +57,7 @@ def with_hosts(*prefill: str) -> str:
 def test_a_node_listens_and_is_found_where_it_is_told(source: Path) -> None:
     """Free ports of its own; the router's address is the YAML's unless it is given."""
     found = single_node(str(source), SECRET, "prefill-0")
-    assert found.router_url == "http://127.0.0.1:21999"
+    assert found.router_urls == ("http://127.0.0.1:21999",)
     assert found.node.endpoint_port == found.node.http_port + 1
     assert found.node.control_port_base
     other = single_node(
@@ -66,9 +66,9 @@ def test_a_node_listens_and_is_found_where_it_is_told(source: Path) -> None:
         "decode-0",
         host="::1",
         advertise_host="d.example",
-        router="http://r:1/",
+        routers=["http://r:1/", "http://r:1"],
     )
-    assert other.router_url == "http://r:1"
+    assert other.router_urls == ("http://r:1",)
     assert other.node.engine_url == f"http://[::1]:{other.node.http_port}"
     assert other.node.advertised_url == f"http://d.example:{other.node.http_port}"
     assert other.node.control_addresses[0].startswith("tcp://d.example:")
@@ -177,3 +177,16 @@ def test_traffic_in_the_clear_is_warned_of() -> None:
     (problem,) = certificates(Subject(parse(with_hosts(FAR)), {})).problems
     assert problem.keys == ("prefill.hosts",)
     assert not certificates(Subject(parse(CLUSTER), {})).problems
+
+
+def test_one_of_several_routers(source: Path) -> None:
+    """Takes its own port, knows of the others only where they are, and is one of those that there
+    are; nodes reach for all of them.
+    """
+    source.write_text(CLUSTER.replace("21999", "21999, replicas: 2"))
+    urls = ("http://127.0.0.1:21999", "http://127.0.0.1:22000")
+    found = single_router(str(source), SECRET, 1)
+    assert (found.index, found.urls, found.config.router.port) == (1, urls, 22000)
+    assert single_node(str(source), SECRET, "prefill-0").router_urls == urls
+    with pytest.raises(ConfigError, match=r"--index 2: router.replicas is 2, so the last is 1"):
+        single_router(str(source), SECRET, 2)

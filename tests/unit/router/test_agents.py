@@ -16,10 +16,16 @@ from splitserve.orchestrator.agent.messages import (
     AgentHello,
     EngineDied,
     LoadingProgress,
+    NodeState,
+    OtherRouter,
+    OtherRouters,
     PeerDied,
     RefuseNode,
+    RouterLoad,
+    TellLoad,
     Welcome,
 )
+from splitserve.orchestrator.core.membership import Drain
 
 
 @pytest.mark.parametrize("token", [None, "Bearer x", f"Bearer {agent_token(b'another secret..')}"])
@@ -35,7 +41,9 @@ async def test_an_agent_needs_the_clusters_token(token: str | None) -> None:
 async def test_a_node_is_welcomed_and_one_that_differs_is_refused() -> None:
     """The refusal names both values and appears in the status."""
     async with stub_cluster("p0", "d0") as cluster:
-        await until(lambda: cluster.agents["p0"].frames == [Welcome(router="splitserve")])
+        await until(
+            lambda: cluster.agents["p0"].frames == [Welcome(router=cluster.router.driver.name)]
+        )
         agent = cluster.agents["d0"]
         changes = {"engine_url": "http://127.0.0.1:1", "fingerprint": {"weights": "w2"}}
         other = description("d0", incarnation="d0-2", transport="local", **changes)
@@ -152,3 +160,58 @@ async def test_loading_is_shown_until_the_node_is_there() -> None:
         assert status["loading"]["d7"]["stage"] == "weights"
         await cluster.add_node("d7")
         assert not cluster.router.agents.loading
+
+
+async def test_what_a_router_has_placed_is_told_to_those_that_are_there() -> None:
+    """By the agent of each node that has told of others; what those have placed is in the
+    status.
+    """
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        agent = cluster.agents["d0"]
+        core = cluster.router.core
+        theirs = RouterLoad(decode_legs=2, committed_blocks=50, waiting_tokens=48)
+        other = OtherRouter(name="other", index=1, load=theirs)
+
+        async def hear(seen: RouterLoad) -> None:
+            await agent.say(OtherRouters(node="d0", incarnation="d0-1", others=(other,), seen=seen))
+
+        await hear(RouterLoad())
+        await until(lambda: core.membership.nodes["d0"].foreign_blocks == 50)
+        status = await (await cluster.session.get(cluster.url + "/internal/status")).json()
+        assert status["nodes"]["d0"]["others"]["1"]["committed_blocks"] == 50
+        assert status["nodes"]["d1"]["others"] == {}
+        for _ in range(2):
+            await (await cluster.post()).read()
+        await cluster.idle()
+        told = [frame for frame in agent.frames if isinstance(frame, TellLoad)]
+        assert told == []
+        core.membership.nodes["d1"].drain = Drain(restarts=False, due=0.0)
+        core.membership.changed()
+        await (await cluster.post()).read()
+        await until(lambda: any(isinstance(frame, TellLoad) for frame in agent.frames))
+        (first,) = (frame for frame in agent.frames if isinstance(frame, TellLoad))
+        assert (first.incarnation, first.load.decode_legs) == ("d0-1", 1)
+        await cluster.idle()
+        await hear(first.load)
+        await until(lambda: isinstance(agent.frames[-1], TellLoad) and agent.frames[-1] != first)
+        assert agent.frames[-1].load == RouterLoad()
+
+
+async def test_a_role_that_another_router_gave_is_an_incident() -> None:
+    """And new work goes accordingly."""
+    async with stub_cluster("p0", "d0", "d1") as cluster:
+        await cluster.agents["d1"].say(
+            NodeState(
+                node="d1",
+                incarnation="d1-1",
+                phase="ready",
+                role="prefill",
+                role_epoch=1,
+                free_blocks=10_000,
+                total_blocks=10_000,
+            )
+        )
+        await until(lambda: cluster.router.core.membership.nodes["d1"].role == "prefill")
+        (incident,) = (i for i in cluster.router.incidents.shown() if i["kind"] == "flipped")
+        assert incident["node"] == "d1"
+        assert incident["text"] == "another router has made it a prefill node"

@@ -10,7 +10,7 @@ from router_stubs.cluster import StubCluster, completion, stub_cluster, until
 from router_stubs.engine import send
 from support.tuner_profile import FAST
 
-from splitserve.orchestrator.agent.messages import SetRole
+from splitserve.orchestrator.agent.messages import OtherRouter, RouterLoad, SetRole
 from splitserve.orchestrator.config import AutotuneConfig
 from splitserve.orchestrator.core.membership import Drain
 from splitserve.orchestrator.router.autotune import Autotune
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from router_stubs.engine import Asked
 
 NODES = ("p0", "d0", "d1")
+LOAD = RouterLoad(decode_legs=3, committed_blocks=9)
 PROMPT = [1] * 40
 
 
@@ -133,7 +134,7 @@ async def test_on_changes_roles(caplog: pytest.LogCaptureFixture) -> None:
         controller.next = Decision(1.0, "d0 becomes prefill: ...", 0.25, None, "d0", "prefill")
         autotune.decide()
         assert cluster.router.core.membership.nodes["d0"].role == "prefill"
-        await until(lambda: cluster.agents["d0"].frames[1:] == [SetRole(role="prefill")])
+        await until(lambda: cluster.agents["d0"].frames[1:] == [SetRole(role="prefill", epoch=1)])
         assert "autotune: d0 becomes prefill: ..." in caplog.messages
         newest, older = autotune.status()["decisions"]
         assert (newest["node"], newest["role"], newest["missed_share"]) == ("d0", "prefill", 0.25)
@@ -240,3 +241,31 @@ async def test_a_profile_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureF
         assert (await cluster.post()).status == 200
         status = await (await cluster.session.get(f"{cluster.url}/internal/status")).json()
         assert "autotune" not in status
+
+
+async def test_of_several_routers_the_lowest_decides() -> None:
+    """It takes what comes to each other one to be as much as what comes to itself; the others leave
+    it alone, and say so.
+    """
+    async with stub_cluster(*NODES) as cluster:
+        core = cluster.router.core
+        core.peers.index = 1
+        controller = Scripted()
+        autotune = autotune_with(cluster, controller)
+
+        def hear(*others: int) -> None:
+            routers = tuple(OtherRouter(name=f"r{n}", index=n, load=LOAD) for n in others)
+            core.peers.hear(core.membership.nodes["d0"], routers, RouterLoad())
+
+        hear(0)
+        autotune.decide()
+        assert controller.waiting == -1
+        assert autotune.status()["is_left_to_another"]
+        hear(2, 3)
+        autotune.decide()
+        assert controller.waiting == 0
+        assert controller.seen["d0"].legs == 2 * LOAD.decode_legs
+        assert not autotune.status()["is_left_to_another"]
+        await (await cluster.post(json=completion(prompt=PROMPT))).read()
+        assert controller.arrivals == [40] * 3
+        autotune.stop()

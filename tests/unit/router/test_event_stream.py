@@ -310,7 +310,8 @@ async def test_a_status_takes_little_of_the_routers_time(monkeypatch: pytest.Mon
     streams.begin(sink)  # type: ignore[arg-type]
     assert streams._timer is not None
     loop = asyncio.get_running_loop()
-    assert streams._timer.when() - loop.time() <= event_stream.INTERVAL_S
+    interval_s = event_stream.INTERVAL_S
+    assert streams._timer.when() - loop.time() == pytest.approx(interval_s, abs=0.1)
     streams._timer.cancel()
     streams._tick()
     assert streams._timer.when() - loop.time() == pytest.approx(5.0, abs=0.1)

@@ -40,7 +40,7 @@ async def test_a_node_is_flipped() -> None:
         message = "d0 takes prefill work from now on; it still owes 1 decode leg"
         assert await response.json() == {"verdict": "flipped", "message": message}
         agent = cluster.agents["d0"]
-        await until(lambda: agent.frames[1:] == [SetRole(role="prefill")])
+        await until(lambda: agent.frames[1:] == [SetRole(role="prefill", epoch=1)])
         seen = await status_of(cluster, "d0")
         assert (seen["role"], seen["pool"], seen["is_flipping"]) == ("prefill", "decode", True)
         assert seen["owed"] == {"legs": 1, "transfers": 0, "leased_blocks": 0}

@@ -155,7 +155,8 @@ def test_a_request_log_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
             log.flush()
         assert caplog.text.count("the request log cannot be written") == 1
     kept = io.BytesIO()
-    log._stream = kept
+    assert log._lines is not None
+    log._lines.stream = kept
     log._unwritten.append(Entry(timeline, Tally("x")))
     log.flush()
     assert "3 lines of the request log were lost" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +32,9 @@ async def recorder(cluster: StubCluster) -> aiohttp.ClientResponse:
     """One that the router listens to."""
     response = await cluster.session.get(cluster.url + RECORDING_PATH, headers=OPERATOR)
     assert response.status == 200
-    assert await line_of(response) == {"event": "began"}
+    began = await line_of(response)
+    assert began["event"] == "began"
+    assert abs(began["at_s"] - time.monotonic()) < 5
     return response
 
 

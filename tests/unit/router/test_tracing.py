@@ -225,7 +225,7 @@ async def test_a_process_of_spans_that_dies_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes meanwhile is counted as dropped; then traces are sent again."""
-    monkeypatch.setattr("splitserve.orchestrator.router.span_pipe.RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr("splitserve.orchestrator.router.record_pipe.RESTART_DELAY_S", 0.05)
     async with (
         otlp_receiver() as receiver,
         stub_cluster("p0", "d0", tracing={"otlp_endpoint": receiver.url}) as cluster,

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support.controlled import BATCH_TOKENS, PROFILE, TARGETS
 
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.tuner.capacity import Assumptions, ClosedForm, Sample
 from splitserve.orchestrator.tuner.outcome import Targets
+from splitserve.orchestrator.tuner.profile import exactly
 from splitserve.orchestrator.tuner.simulator import SimulationSettings, simulate
 from splitserve.orchestrator.tuner.workload import Lengths, drawn_requests
 from splitserve.orchestrator.tuner.workload import Mix as Workload
@@ -49,6 +51,23 @@ def test_it_finds_the_split_that_the_simulator_finds(prompt: int, answer: int, r
     best = max(expected, key=expected.__getitem__)
     assert simulated[best] == max(simulated.values()) > 0.7
     assert expected[best] == pytest.approx(simulated[best], abs=0.15)
+
+
+def test_sending_is_work_of_prefill_nodes() -> None:
+    """They are asked for as much more as it takes; decode nodes are not, and prompts that are not
+    split count nothing.
+    """
+    prefill = structs.replace(PROFILE.prefill, sending_s=exactly(1e-3))
+    sample = Sample(np.array([100.0, 900.0]), np.zeros(2), np.full(2, 50.0))
+    for threshold, sent_tokens in ((0, 1000), (500, 900), (5000, 0)):
+        assumed = Assumptions(TARGETS, split_from_tokens=threshold)
+        plain, sending = (
+            ClosedForm(profile, assumed, sample).expected(1.0, 2, 3)
+            for profile in (PROFILE, structs.replace(PROFILE, prefill=prefill))
+        )
+        more = sending.prefill_use - plain.prefill_use
+        assert more == pytest.approx(sent_tokens / 2 * 1e-3 / 2)
+        assert sending.decode_use == pytest.approx(plain.decode_use)
 
 
 lengths = st.lists(st.tuples(st.integers(1, 8000), st.integers(1, 3000)), min_size=1, max_size=9)

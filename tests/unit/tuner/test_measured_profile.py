@@ -10,9 +10,18 @@ from splitserve.orchestrator.tuner.measured_profile import (
     build_profile,
     hardware_of,
     limits_of,
+    neighbours_of,
     nodes_to_measure,
 )
+from splitserve.orchestrator.tuner.probe_plan import DecodeProbe, PrefillProbe
 from splitserve.orchestrator.tuner.probing import Measured, ProbeError
+from splitserve.orchestrator.tuner.profile_fit import (
+    BesideSample,
+    DecodeSample,
+    PrefillSample,
+    SplitSample,
+    TransferSample,
+)
 
 
 def node(role: str, **changes: Any) -> dict[str, Any]:
@@ -25,6 +34,7 @@ def node(role: str, **changes: Any) -> dict[str, Any]:
         "model": "m",
         "engine": "vllm 1",
         "hardware": "a processor, 4 cores",
+        "host": "h0",
         "fingerprint": {"weights": "w"},
         "step_limit_tokens": 512,
         "running_limit_requests": 32,
@@ -88,6 +98,49 @@ def test_the_hardware_in_words() -> None:
         "d1": node("decode", hardware=""),
     }
     assert hardware_of(nodes, list(nodes)) == "2 prefill and 1 decode on 1 x A; 1 decode on unknown"
+
+
+def test_neighbours_share_a_host() -> None:
+    """Of those that are measured; nodes that do not know their host have none."""
+    nodes = {
+        "p0": node("prefill"),
+        "p1": node("prefill", host="h1"),
+        "d0": node("decode"),
+        "d1": node("decode", host=""),
+        "d2": node("decode", host=""),
+        "d3": node("decode"),
+    }
+    found = neighbours_of(nodes, ["p0", "p1", "d0", "d1", "d2"])
+    assert found == {"p0": ["d0"], "p1": [], "d0": ["p0"], "d1": [], "d2": []}
+
+
+def test_a_profile_says_what_neighbours_do() -> None:
+    """Fitted from what was made twice, with the most nodes of one host; hosts with one node each
+    have nothing of it.
+    """
+    nodes = {name: node(role) for name, role in (("p", "prefill"), ("d", "decode"))}
+    measured = Measured(
+        prefill=[PrefillSample(PrefillProbe(n), 0.01 + 0.001 * n) for n in (8, 64, 300, 512, 900)],
+        decode=[
+            DecodeSample(DecodeProbe(n, 16 * c), 0.02 + 0.001 * n + 1e-5 * c * n)
+            for n in (1, 2, 4)
+            for c in (1, 9)
+        ],
+        transfer=[TransferSample("p", "d", n, n - 1, 0.05 + n * 1e-5) for n in (33, 100, 300)],
+        split=[SplitSample(n, 0.01 + 0.001 * n, 0.1 + 0.0015 * n) for n in (100, 200, 300, 500)],
+        prefill_beside=[BesideSample(seconds, seconds * 1.2) for seconds in (0.1, 0.2, 0.3)],
+        decode_beside=[BesideSample(seconds, seconds * 1.5) for seconds in (0.02, 0.03, 0.04)],
+    )
+    found = build_profile(measured, nodes, ["p", "d"], now_unix_s=1.0)
+    assert found.nodes_per_host == 2
+    assert found.prefill.sending_s.value > 1e-4
+    assert found.prefill.neighbour.value == pytest.approx(0.2, abs=0.05)
+    assert found.decode.neighbour.value == pytest.approx(0.5, abs=0.01)
+    measured.prefill_beside, measured.decode_beside = [], []
+    nodes["d"]["host"] = "h1"
+    apart = build_profile(measured, nodes, ["p", "d"], now_unix_s=1.0)
+    assert not apart.has_neighbours
+    assert apart.nodes_per_host == 1
 
 
 def test_too_little_says_why() -> None:

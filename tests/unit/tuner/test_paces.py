@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from support.controlled import BATCH_TOKENS, PROFILE
 
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.tuner.forecast import Finished
-from splitserve.orchestrator.tuner.paces import SLOWEST, Paces, paced
+from splitserve.orchestrator.tuner.paces import SLOWEST, Paces, crowded, paced
+from splitserve.orchestrator.tuner.profile import exactly
 from splitserve.orchestrator.tuner.simulator import Simulation, SimulationSettings
 from splitserve.orchestrator.tuner.slow_nodes import LEAST_LEGS, LEGS, SlowNodes
 from splitserve.orchestrator.tuner.workload import Lengths, Mix, drawn_requests
@@ -47,6 +49,22 @@ def test_paces_are_bounded_and_slow_to_move() -> None:
         paces.close_window(WINDOW_S, 1)
     assert paces.prefill == pytest.approx(SLOWEST)
     assert paces.decode <= SLOWEST
+
+
+def test_a_plan_counts_on_busy_neighbours() -> None:
+    """Steps take as long as while all nodes of the host compute; what it is beyond that is learnt,
+    and nothing is counted twice.
+    """
+    apart = structs.replace(PROFILE, nodes_per_host=3)
+    assert crowded(apart).prefill.seconds(100, 0) == PROFILE.prefill.seconds(100, 0)
+    slowed = structs.replace(
+        apart,
+        prefill=structs.replace(PROFILE.prefill, neighbour=exactly(0.1)),
+        decode=structs.replace(PROFILE.decode, neighbour=exactly(0.25)),
+    )
+    told = Paces(crowded(slowed)).profile
+    assert told.prefill.seconds(100, 0) == pytest.approx(1.2 * PROFILE.prefill.seconds(100, 0))
+    assert told.decode.seconds(4, 900) == pytest.approx(1.5 * PROFILE.decode.seconds(4, 900))
 
 
 def test_few_requests_tell_nothing() -> None:

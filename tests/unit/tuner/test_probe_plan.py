@@ -31,13 +31,32 @@ def test_spans_what_the_engine_can_do() -> None:
     assert len([probe for probe in plan.prefill if probe.cached]) == 4
     assert {probe.streams for probe in plan.decode} == {1, 2, 4, 8, 16}
     assert plan.transfer[-1].tokens == 4065
-    assert plan.size == len(plan.prefill) + len(plan.decode) + len(plan.transfer) < 32
+    assert [probe.tokens for probe in plan.split] == [610, 1221, 2442]
+    kinds = (plan.prefill, plan.decode, plan.transfer, plan.split)
+    assert plan.size == sum(map(len, kinds)) < 32
+
+
+def test_what_is_made_beside_a_busy_neighbour() -> None:
+    """Three single prompts of which nothing is cached, from neither end, and three batches, one
+    stream among them.
+    """
+    plan = plan_probes(LIMITS, has_prefix_cache=True)
+    prompts = sorted(probe for probe in plan.beside if isinstance(probe, PrefillProbe))
+    batches = sorted(probe for probe in plan.beside if isinstance(probe, DecodeProbe))
+    assert (len(prompts), len(batches)) == (3, 3)
+    assert set(prompts) < set(plan.prefill)
+    assert set(batches) < set(plan.decode)
+    assert all((probe.prompts, probe.cached) == (1, 0) for probe in prompts)
+    assert plan.prefill[0].new < prompts[0].new < prompts[-1].new < plan.prefill[-1].new
+    assert batches[0] == DecodeProbe(1, 16)
+    assert plan.companion_tokens == (4096 - STREAM_TOKENS - 2) // 8
 
 
 def test_without_a_prefix_cache_nothing_is_cached() -> None:
     """No probe counts on it."""
     plan = plan_probes(LIMITS, has_prefix_cache=False)
     assert not [probe for probe in plan.prefill if probe.cached]
+    assert not plan.split
 
 
 def test_prompts_together_where_none_takes_two_steps() -> None:

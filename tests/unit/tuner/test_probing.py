@@ -29,7 +29,7 @@ from splitserve.orchestrator.tuner.probing import (
 from splitserve.orchestrator.tuner.profile import EngineLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LIMITS = EngineLimits(
     step_tokens=128, sequences=8, block_tokens=16, total_blocks=1000, max_model_len=512
@@ -51,7 +51,13 @@ class FakeCluster:
         self.stops_after: int | None = None
 
     async def ask(
-        self, prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = ""
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        decode: str,
+        prefill: str = "",
+        begun: Callable[[], None] | None = None,
     ) -> Answer:
         if decode in self.busy:
             raise BusyError(f"1 requests of clients are on {decode}")
@@ -75,6 +81,7 @@ def prober(cluster: FakeCluster, **changes: Any) -> Prober:
     settings: dict[str, Any] = {
         "prefill_nodes": ["p0"],
         "decode_nodes": ["d0"],
+        "neighbours": {},
         "vocabulary": VOCABULARY,
         "block_tokens": 16,
         "has_prefix_cache": True,
@@ -109,13 +116,26 @@ async def test_every_probe_is_made_in_every_round() -> None:
 async def test_a_transferred_prompt_is_new_to_the_decode_node() -> None:
     """The prefill node has computed it just before; nobody else has ever seen it."""
     cluster = FakeCluster()
-    await measure(cluster)
+    await measure(cluster, plan=Plan(PLAN.prefill, PLAN.decode, PLAN.transfer))
     seen: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for prompt, _, decode, prefill in cluster.asked:
         seen.setdefault(prompt, []).append((prefill, decode))
     split = [where for where in seen.values() if ("p0", "d0") in where]
     assert len(split) == len(PLAN.transfer) * ROUNDS_LIMIT
     assert all(where == [("", "p0"), ("p0", "d0")] for where in split)
+
+
+async def test_a_split_prompt_is_new_to_both_nodes() -> None:
+    """Right after another one of its length, alone on the prefill node."""
+    cluster = FakeCluster()
+    measured = await measure(cluster, plan=Plan((), (), (), PLAN.split))
+    asked = cluster.asked[2:]  # behind one for each node
+    lengths = [probe.tokens for probe in PLAN.split for _ in range(2)] * ROUNDS_LIMIT
+    assert [len(prompt) for prompt, *_ in asked] == lengths
+    assert [where for *_, where in asked] == ["", "p0"] * (len(asked) // 2)
+    assert len({prompt for prompt, *_ in asked}) == len(asked)
+    assert [sample.tokens for sample in measured.split] == lengths[::2]
+    assert measured.count == len(PLAN.split) * ROUNDS_LIMIT
 
 
 async def test_computed_prompts_are_new_and_cached_ones_are_not() -> None:
@@ -209,7 +229,7 @@ async def test_a_failed_probe_takes_its_batch_with_it() -> None:
     cluster = FakeCluster()
     going = 0
 
-    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = "") -> Answer:
+    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, **_: Any) -> Answer:
         nonlocal going
         if tokens == STREAM_TOKENS:
             going += 1
@@ -246,8 +266,8 @@ async def test_one_slow_answer_cuts_nothing() -> None:
     cluster = FakeCluster()
     plain, slow = cluster.ask, iter([True])
 
-    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, prefill: str = "") -> Answer:
-        answer = await plain(prompt, tokens, decode=decode, prefill=prefill)
+    async def ask(prompt: Sequence[int], tokens: int, *, decode: str, **others: Any) -> Answer:
+        answer = await plain(prompt, tokens, decode=decode, **others)
         if len(prompt) == PLAN.prefill[0].new and next(slow, False):
             return Answer(0.0, (2000.0,) * tokens)
         return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -77,6 +79,37 @@ def test_a_mixed_step_reads_the_weights_once() -> None:
     assert PROFILE.step_seconds(0, 0, 4, 2000) == pytest.approx(decode)
     assert PROFILE.step_seconds(100, attended, 4, 2000) == pytest.approx(alone + decode - 0.01)
     assert PROFILE.step_seconds(0, 0, 0, 0) == 0
+
+
+def test_what_a_neighbour_adds() -> None:
+    """Its part of each kind of work; a shared base counts once, as work on the prompt would. Hosts
+    with one node, and nodes that do not slow each other, have no neighbours.
+    """
+    slowed = msgspec.structs.replace(
+        PROFILE,
+        nodes_per_host=2,
+        prefill=msgspec.structs.replace(PROFILE.prefill, neighbour=exactly(0.2)),
+        decode=msgspec.structs.replace(PROFILE.decode, neighbour=exactly(0.5)),
+    )
+    attended = 100 * (50 + 50)
+    prompt_s, decode_s = PROFILE.prefill.seconds(100, 50), PROFILE.decode.seconds(4, 2000)
+    assert slowed.neighbour_seconds(100, attended, 0, 0) == pytest.approx(0.2 * prompt_s)
+    assert slowed.neighbour_seconds(0, 0, 4, 2000) == pytest.approx(0.5 * decode_s)
+    both = 0.2 * (prompt_s - 0.01) + 0.5 * decode_s
+    assert slowed.neighbour_seconds(100, attended, 4, 2000) == pytest.approx(both)
+    assert slowed.has_neighbours
+    assert not msgspec.structs.replace(slowed, nodes_per_host=1).has_neighbours
+    assert not msgspec.structs.replace(PROFILE, nodes_per_host=2).has_neighbours
+
+
+def test_a_profile_that_knows_of_no_neighbours() -> None:
+    """As they were written before: each node has a host of its own."""
+    told = json.loads(write_profile(PROFILE))
+    del told["nodes_per_host"], told["prefill"]["neighbour"], told["decode"]["neighbour"]
+    del told["prefill"]["sending_s"]
+    found = parse_profile(json.dumps(told).encode(), "p")
+    assert found == PROFILE
+    assert (found.nodes_per_host, found.prefill.neighbour) == (1, exactly(0.0))
 
 
 def test_a_pair_that_was_not_measured() -> None:

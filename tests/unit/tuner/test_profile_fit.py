@@ -18,11 +18,15 @@ from splitserve.orchestrator.tuner.profile import (
     exactly,
 )
 from splitserve.orchestrator.tuner.profile_fit import (
+    BesideSample,
     DecodeSample,
     PrefillSample,
+    SplitSample,
     TransferSample,
     fit_decode,
+    fit_neighbour,
     fit_prefill,
+    fit_sending,
     fit_transfers,
     prefill_row,
 )
@@ -188,6 +192,79 @@ def test_each_pair_has_its_own_link() -> None:
     ]  # fmt: skip
     assert found[1].latency_s.value == pytest.approx(0.001, abs=1e-4)
     assert found[2].bytes_per_s.value == pytest.approx(5e7, rel=0.01)
+
+
+def beside(slowdown: float, spread: float, seed: int, pairs: int = 9) -> list[BesideSample]:
+    """Prompts of some lengths, alone and beside a node that slows them."""
+    factor = noise(spread, seed)
+    found = []
+    for number in range(pairs):
+        step_s = PREFILL.seconds(150 * (1 + number % 3), 0)
+        alone_s = step_s * factor() + REQUEST_S
+        found.append(BesideSample(alone_s, step_s * (1 + slowdown) * factor() + REQUEST_S))
+    return found
+
+
+def test_what_a_neighbour_does_is_found() -> None:
+    """Exactly from exact times, whatever a request takes beside; with 5 % of noise within a few
+    hundredths, and nearly always within the band.
+    """
+    exact = fit_neighbour(beside(0.35, 0.0, 0), REQUEST_S)
+    assert exact.value == pytest.approx(0.35)
+    found = [fit_neighbour(beside(0.35, 0.05, seed), REQUEST_S) for seed in range(20)]
+    assert all(each.value == pytest.approx(0.35, abs=0.1) for each in found)
+    assert sum(each.low <= 0.35 <= each.high for each in found) >= 18
+
+
+def test_what_could_be_chance_is_no_slowdown() -> None:
+    """Nodes that do not slow each other: zero but for one draw in some, with a bound; and so are
+    times that got shorter, and too few.
+    """
+    found = [fit_neighbour(beside(0.0, 0.05, seed), REQUEST_S) for seed in range(20)]
+    assert sum(each.value == 0 for each in found) >= 18
+    assert all(each.high > 0 for each in found if not each.value)
+    assert all(each.value < 0.1 for each in found)
+    assert fit_neighbour(beside(-0.2, 0.01, 1), REQUEST_S) == exactly(0.0)
+    assert fit_neighbour(beside(0.5, 0.0, 1, pairs=2), REQUEST_S) == exactly(0.0)
+
+
+def splits(sending_s: float, spread: float, seed: int, link: TransferTime) -> list[SplitSample]:
+    """Pairs of prompts, of which the split one takes the prefill node so much more per token."""
+    factor = noise(spread, seed)
+    found = []
+    for tokens in (150, 300, 500) * 4:
+        step_s = PREFILL.seconds(tokens, 0)
+        through = max(step_s, tokens * KV_BYTES / link.bytes_per_s.value)
+        landed = (through + sending_s * tokens) * factor() + link.latency_s.value
+        split = REQUEST_S + landed + DECODE.seconds(1, tokens)
+        found.append(SplitSample(tokens, REQUEST_S + step_s * factor(), split))
+    return found
+
+
+def sending(samples: list[SplitSample], link: TransferTime) -> Estimate:
+    """With the true times of everything else."""
+    return fit_sending(samples, link, DECODE, request_s=REQUEST_S, bytes_per_token=KV_BYTES)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e9, 1e8])
+def test_what_sending_takes_of_the_computing_is_found(bytes_per_s: float) -> None:
+    """Whether the link hides behind computing or is slower than that; under noise within its
+    band.
+    """
+    link = TransferTime("", "", exactly(0.02), exactly(bytes_per_s))
+    assert sending(splits(5e-5, 0.0, 0, link), link).value == pytest.approx(5e-5)
+    found = [sending(splits(5e-5, 0.02, seed, link), link) for seed in range(20)]
+    assert sum(each.low <= 5e-5 <= each.high for each in found) >= 17
+
+
+def test_sending_that_is_hidden() -> None:
+    """Takes nothing of the computing, though noise has it so now and then; nor do too few pairs."""
+    link = TransferTime("", "", exactly(0.02), exactly(1e9))
+    assert sending(splits(0.0, 0.0, 0, link), link).value < 1e-12
+    found = [sending(splits(0.0, 0.03, seed, link), link) for seed in range(20)]
+    assert sum(each.value == 0 for each in found) >= 17
+    assert all(each.value < 2e-5 for each in found)
+    assert sending(splits(5e-5, 0.0, 0, link)[:2], link) == exactly(0.0)
 
 
 def test_too_few_times() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from support.simulated import PROFILE, asked, profile_with
@@ -11,6 +12,7 @@ from support.simulated import PROFILE, asked, profile_with
 from splitserve.orchestrator.core.limits import CoreLimits
 from splitserve.orchestrator.core.placement import PlacementLimits
 from splitserve.orchestrator.traces import TraceRequest
+from splitserve.orchestrator.tuner.profile import exactly
 from splitserve.orchestrator.tuner.simulator import (
     FlipError,
     Simulation,
@@ -50,6 +52,18 @@ def test_a_long_prompt_takes_several_steps() -> None:
     outcome = simulate(asked((0.0, 1200, 1)), PROFILE, prefill=1, decode=1)
     steps = prefill_s(512) + prefill_s(512, 512) + prefill_s(176, 1024)
     assert outcome.ttft_s[0] == pytest.approx(REQUEST_S + steps + LATENCY_S + decode_s(1200))
+
+
+def test_sending_takes_time_of_the_prefill_node() -> None:
+    """More for each token of a split prompt, in each of its steps; not of one that stays."""
+    prefill = msgspec.structs.replace(PROFILE.prefill, sending_s=exactly(2e-4))
+    profile = msgspec.structs.replace(PROFILE, prefill=prefill)
+    requests = asked((0.0, 1200, 3))
+    split, plain = (simulate(requests, p, prefill=1, decode=1) for p in (profile, PROFILE))
+    assert split.ttft_s[0] - plain.ttft_s[0] == pytest.approx(1200 * 2e-4)
+    assert split.itl_s[0] == pytest.approx(plain.itl_s[0])
+    alone, before = (simulate(requests, p, prefill=0, decode=1) for p in (profile, PROFILE))
+    assert alone.ttft_s[0] == before.ttft_s[0]
 
 
 def test_a_slow_network_decides_when_a_prompt_lands() -> None:

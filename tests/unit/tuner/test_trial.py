@@ -84,6 +84,20 @@ def test_variants_are_the_ends_of_the_bands() -> None:
     assert slow.bytes_per_s.value == 5e8
 
 
+def test_what_nodes_do_to_each_other_has_its_ends_too() -> None:
+    """Of neighbours, for either kind of step, and of sending, with prefill."""
+    plain = profile(exactly(2), exactly(20))
+    prefill = msgspec.structs.replace(
+        plain.prefill, neighbour=Estimate(0.2, 0.1, 0.3), sending_s=Estimate(5, 4, 6)
+    )
+    decode = msgspec.structs.replace(plain.decode, neighbour=Estimate(0.4, 0.3, 0.5))
+    found = [
+        (v.prefill.neighbour.value, v.prefill.sending_s.value, v.decode.neighbour.value)
+        for v in variants(msgspec.structs.replace(plain, prefill=prefill, decode=decode))
+    ]
+    assert found == [(0.2, 5, 0.4), (0.3, 6, 0.3), (0.1, 4, 0.5), (0.1, 4, 0.3), (0.3, 6, 0.5)]
+
+
 def test_a_profile_without_bands_has_no_variants() -> None:
     """Nothing is tried twice."""
     exact = profile(exactly(2), exactly(20))

@@ -7,25 +7,20 @@ from typing import Any
 import orjson
 import pytest
 
-from splitserve.orchestrator.engines.mock.protocol import (
-    ChatBody,
-    CompletionBody,
-    MockApiError,
-    TextOf,
-    limit_tokens,
-    prompts_of,
-    read_body,
-    read_tokenize,
-)
+from splitserve.orchestrator.engines.mock.front import MockFront
 from splitserve.orchestrator.engines.mock.tokenizer import END, chat_prompt, decode, encode
+from splitserve.orchestrator.engines.serving.protocol import ApiError, TextOf, limit_tokens
+
+FRONT = MockFront()
+prompts_of, read_tokenize = FRONT.prompts, FRONT.read_tokenize
 
 
 def completion(**fields: Any) -> Any:
-    return read_body(orjson.dumps(fields), CompletionBody)
+    return FRONT.read(orjson.dumps(fields), is_chat=False)
 
 
 def chat(**fields: Any) -> Any:
-    return read_body(orjson.dumps(fields), ChatBody)
+    return FRONT.read(orjson.dumps(fields), is_chat=True)
 
 
 def test_text_and_ids_are_the_same_prompt() -> None:
@@ -43,7 +38,7 @@ def test_tokenising_is_what_requests_do() -> None:
         body = read_tokenize(orjson.dumps(fields))
         expected = prompts_of(chat(**fields) if "messages" in fields else completion(**fields))
         assert prompts_of(body) == expected
-    with pytest.raises(MockApiError):
+    with pytest.raises(ApiError):
         read_tokenize(b"[]")
 
 
@@ -79,7 +74,7 @@ def test_bad_completions_are_refused(fields: dict[str, Any]) -> None:
         for prompt in prompts_of(body):
             limit_tokens(body, len(prompt.tokens), 100)
 
-    with pytest.raises(MockApiError) as raised:
+    with pytest.raises(ApiError) as raised:
         read()
     assert raised.value.status == 400
     assert raised.value.body()["error"]["type"] == "BadRequestError"
@@ -93,7 +88,7 @@ def test_bad_completions_are_refused(fields: dict[str, Any]) -> None:
 def test_bad_chats_are_refused(messages: list[Any]) -> None:
     """Status 400."""
     body = chat(messages=messages)
-    with pytest.raises(MockApiError) as raised:
+    with pytest.raises(ApiError) as raised:
         prompts_of(body)
     assert raised.value.status == 400
 

@@ -6,7 +6,6 @@ import pytest
 
 from splitserve.kv_transfer.orders import TransferResults
 from splitserve.orchestrator.engines.mock import timing
-from splitserve.orchestrator.engines.mock.scheduler import Chunk, Request, StepPlan
 from splitserve.orchestrator.engines.mock.server import arguments, build
 from splitserve.orchestrator.engines.mock.timing import (
     CATCH_UP_LIMIT_S,
@@ -15,6 +14,7 @@ from splitserve.orchestrator.engines.mock.timing import (
     Timing,
     profile_timing,
 )
+from splitserve.orchestrator.engines.serving.scheduler import Chunk, Request, StepPlan
 from splitserve.orchestrator.tuner.profile import (
     DecodeTime,
     EngineLimits,

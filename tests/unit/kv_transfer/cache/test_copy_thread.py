@@ -23,8 +23,7 @@ from splitserve.kv_transfer.cache.messages import (
 )
 from splitserve.kv_transfer.cache.orders import CacheOrders, LoadOrder, SaveOrder
 from splitserve.kv_transfer.cache.settings import CacheClientConfig
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
-from splitserve.orchestrator.engines.mock.model import KvMemory
+from splitserve.orchestrator.engines.mock.model import KvMemory, chunk_geometry
 
 if TYPE_CHECKING:
     import socket

@@ -29,8 +29,7 @@ from splitserve.kv_transfer.cache.messages import (
     Reserve,
     Reserved,
 )
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
-from splitserve.orchestrator.engines.mock.model import KvShape
+from splitserve.orchestrator.engines.mock.model import KvShape, chunk_geometry
 
 if TYPE_CHECKING:
     import socket

@@ -41,7 +41,7 @@ def keys(
 
 def test_keys_are_those_that_are_stored() -> None:
     """They are written down here: other ones would find nothing of what stores hold."""
-    assert keys()[-1].hex() == "0000000000000000f017237a4ac2f9b1d525d2d3b7de21a4e14c95052b3b0644"
+    assert keys()[-1].hex() == "0000000000000000fc39ed959e126c8e7c50a0f712c9812b761e647aa120320d"
     assert [len(key) for key in keys()] == [KEY_BYTES] * 4
 
 

@@ -19,7 +19,7 @@ from splitserve.kv_transfer.cache.messages import (
     Lookup,
     TierSpeed,
 )
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
+from splitserve.orchestrator.engines.mock.model import chunk_geometry
 
 if TYPE_CHECKING:
     import socket

@@ -170,3 +170,13 @@ def test_speed_is_an_average(health: TierHealth) -> None:
         health.read(10_000_000, 0.11)
     assert health.latency_s == pytest.approx(0.01, rel=0.05)
     assert health.bytes_per_s == pytest.approx(100e6, rel=0.05)
+
+
+def test_chunks_that_come_together_are_measured_together(health: TierHealth) -> None:
+    """Sixteen out of one call of a millisecond, with next to nothing between them."""
+    health.latency_s = 0.0
+    for _ in range(50):
+        health.read(250_000, 1e-3)
+        for _ in range(15):
+            health.read(250_000, 1e-6)
+    assert health.bytes_per_s == pytest.approx(4e9, rel=0.05)

@@ -29,7 +29,7 @@ from splitserve.kv_transfer.cache.tier_workers import (
     WriteJob,
     waker,
 )
-from splitserve.kv_transfer.cache.tiers.base import ReadOutcome, TierUnavailableError
+from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES, ReadOutcome, TierUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 KEYS = [bytes(8) + bytes([n]) + bytes(23) for n in range(40)]
 ROOM = 2**24
+SIZE_BYTES = HEADER_BYTES + PAGES.chunk_bytes
 
 
 class Tier(MemoryTier):
@@ -130,7 +131,7 @@ def rig() -> Iterator[Rig]:
 def test_what_is_written_is_read(rig: Rig) -> None:
     """Into the slot that was given, with geometry and checksums as they were."""
     rig.write(1, 2)
-    assert rig.until(2) == [WasWritten(KEYS[1], "written"), WasWritten(KEYS[2], "written")]
+    assert rig.until(2) == [WasWritten(KEYS[n], "written", SIZE_BYTES) for n in (1, 2)]
     bodies = rig.read(1, 2)
     read = rig.until(2)
     assert [(result.key, result.chunk.offset) for result in read] == [
@@ -224,7 +225,7 @@ def test_a_model_whose_checksums_no_header_holds(rig: Rig) -> None:
                                   value_bytes=2))  # fmt: skip
     assert rig.until(1) == [WasWritten(KEYS[1], "refused")]
     rig.write(2)
-    assert rig.until(1) == [WasWritten(KEYS[2], "written")]
+    assert rig.until(1) == [WasWritten(KEYS[2], "written", SIZE_BYTES)]
 
 
 def test_a_fault_is_not_kept_secret(rig: Rig) -> None:

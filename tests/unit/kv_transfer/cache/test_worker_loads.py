@@ -11,7 +11,7 @@ from splitserve.kv_transfer.cache.messages import CloseChunks, OpenChunks, Ready
 from splitserve.kv_transfer.cache.orders import Loaded, LoadOrder
 from splitserve.kv_transfer.cache.page_copier import Copied
 from splitserve.kv_transfer.cache.worker_loads import GRACE_S, WorkerLoads
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
+from splitserve.orchestrator.engines.mock.model import chunk_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

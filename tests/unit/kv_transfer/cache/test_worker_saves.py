@@ -11,7 +11,7 @@ from splitserve.kv_transfer.cache.messages import MESSAGE_LIMIT_BYTES, Commit, R
 from splitserve.kv_transfer.cache.orders import SaveOrder
 from splitserve.kv_transfer.cache.packets import encode
 from splitserve.kv_transfer.cache.worker_saves import ANSWER_LIMIT_S, WorkerSaves
-from splitserve.orchestrator.engines.mock.cache_half import chunk_geometry
+from splitserve.orchestrator.engines.mock.model import chunk_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -69,6 +69,21 @@ def test_flags_of_every_form(subject: MakeSubject, flags: str) -> None:
     assert engine_args(subject(f"engine_args: {{{flags}}}")).problems == ()
 
 
+def test_each_pool_is_looked_at_as_its_engine(subject: MakeSubject) -> None:
+    """The transformers engine has flags of its own and lacks most of vLLM's."""
+    assert (
+        engine_args(subject(decode="engine: transformers, engine_args: {threads: 1}")).problems
+        == ()
+    )
+    (problem,) = engine_args(
+        subject(decode="engine: transformers, engine_args: {enable_lora: true}")
+    ).problems
+    assert problem.keys == ("decode.engine_args.enable_lora",)
+    assert "the transformers engine has no flag --enable-lora" in problem.what
+    (problem,) = engine_args(subject("engine_args: {threads: 1}")).problems
+    assert "the installed vLLM has no flag --threads" in problem.what
+
+
 def test_a_flag_that_does_not_exist(subject: MakeSubject) -> None:
     """Its key, and the one that is probably meant."""
     (problem,) = engine_args(subject(decode="engine_args: {swap_spaces: 3}")).problems

@@ -1,0 +1,1 @@
+"""How a stored chunk's layers are coded: one small interface, chosen by name (``registry.py``)."""

@@ -1,0 +1,328 @@
+"""What of a cluster is not there yet is brought up on a Ray cluster; what is there is adopted.
+
+Nothing is started before every host that is to get something has been asked whether it could run
+it. All of it blocks; each step has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from splitserve.orchestrator.config import ConfigError, RayConfig, nodes
+from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.ray.host_check import check_host, free_port, secret_mark
+from splitserve.orchestrator.launch.ray.order import (
+    ROUTER,
+    Order,
+    differences,
+    hosted,
+    order_of,
+    source_text,
+    variables_of,
+)
+from splitserve.orchestrator.launch.ray.placement import (
+    bundle_of,
+    groups_of,
+    matches,
+    obstacles,
+)
+from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError
+from splitserve.orchestrator.launch.ray.take_down import is_group, is_ours
+from splitserve.orchestrator.observe.own_version import own_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from splitserve.orchestrator.config import ClusterConfig
+    from splitserve.orchestrator.launch.ray.placement import Group, RayHost
+    from splitserve.orchestrator.launch.ray.ray_cluster import RayCluster
+
+CLOCK_SKEW_LIMIT_S = 2.0
+_TOLD_LIMIT_S = 20.0
+_CHECK_LIMIT_S = 60.0
+_POLL_S = 0.2
+_AT_A_TIME = 16
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What ``up`` was asked for."""
+
+    config: ClusterConfig
+    run: str
+    """Marker of a new run; an adopted one keeps its own."""
+    secret: bytes
+    is_secret_given: bool
+    """By the environment or a file; else it was made up, and an adopted cluster has another."""
+    environ: Mapping[str, str]
+    say: Callable[[str], None]
+    is_given_up: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A cluster whose actors are all there, or wait for a host."""
+
+    order: Order
+    """The router's; those of the others differ in the name."""
+    secret: bytes
+    is_adopted: bool
+    """Something of it was there before."""
+
+
+def bring_up(cluster: RayCluster, wanted: Wanted) -> Brought:
+    """See ``Brought``. Raises ``ConfigError`` for what cannot run on these hosts, or does not fit
+    what runs already, before anything is started; ``StartError`` for what goes wrong later.
+    """
+    return _BringUp(cluster, wanted).run()
+
+
+class _BringUp:
+    """One attempt."""
+
+    def __init__(self, cluster: RayCluster, wanted: Wanted) -> None:
+        self._cluster = cluster
+        self._wanted = wanted
+        self._config = wanted.config
+        self._secret = wanted.secret
+        self._names = [name for name in cluster.names() if is_ours(name)]
+        self._told = self._ask_what_runs()
+        self._hosts = {host.id: host for host in cluster.hosts()}
+
+    def run(self) -> Brought:
+        """See ``bring_up``."""
+        run = self._wanted.run
+        if self._told:
+            run = self._adopt()
+        elif problems := obstacles(self._config, list(self._hosts.values())):
+            raise ConfigError(problems)
+        router = self._router_host()
+        order = self._order(run, router)
+        hosted(order, router.address)  # What no host could read is refused here
+        groups = groups_of(self._config)
+        if not self._told:
+            self._release_others({group.name for group in groups})
+        for group in groups:
+            self._cluster.reserve(group)
+        places = self._places(groups)
+        self._check_hosts(order, router, places)
+        self._start(order, router, groups)
+        return Brought(order, self._secret, bool(self._told))
+
+    def _release_others(self, wanted: set[str]) -> None:
+        """What an ``up`` that was killed had reserved for another configuration is free."""
+        for name in self._cluster.group_names():
+            if is_group(name) and name not in wanted:
+                self._cluster.release(name)
+
+    def _ask_what_runs(self) -> dict[str, Order]:
+        """The orders of the actors that answer. Raises ``StartError`` when there are some and none
+        does.
+        """
+        if not self._names:
+            return {}
+        end = time.monotonic() + _TOLD_LIMIT_S
+        while time.monotonic() < end:
+            found = {}
+            for name, plain in self._ask_all("told"):
+                found[name] = order_of(plain)
+            if found:
+                return found
+            time.sleep(_POLL_S)
+        raise StartError(
+            f"{self._config.name}: its actors are there ({', '.join(self._names)}) and do not "
+            "answer; `splitserve down` ends them"
+        )
+
+    def _ask_all(self, method: str) -> Iterable[tuple[str, Any]]:
+        def ask(name: str) -> tuple[str, Any] | None:
+            try:
+                return name, self._cluster.ask(name, method, limit_s=_POLL_S * 10)
+            except SilentActorError:
+                return None
+
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            return [found for found in pool.map(ask, self._names) if found is not None]
+
+    def _adopt(self) -> str:
+        """What runs is what the YAML says, and its secret is known; returns the marker of its
+        run.
+        """
+        running = self._told.get(ROUTER) or next(iter(self._told.values()))
+        name = self._config.name
+        if found := differences(running.config, source_text(self._config)):
+            raise ConfigError(
+                [
+                    f"a cluster {name!r} runs on this Ray cluster with another configuration; run "
+                    f"`splitserve down {name}` first, or give this one another `name`",
+                    *found,
+                ]
+            )
+        if running.secret:
+            theirs = bytes.fromhex(running.secret)
+            if self._wanted.is_secret_given and theirs != self._secret:
+                raise ConfigError(
+                    [
+                        f"security.secret_file: the cluster {name!r} that runs on this Ray cluster "
+                        "has another cluster secret; give the one that it was started with, or run "
+                        f"`splitserve down {name}` first"
+                    ]
+                )
+            self._secret = theirs
+        self._wanted.say(f"{name} runs on this Ray cluster already: {', '.join(self._names)}")
+        return running.run
+
+    def _router_host(self) -> RayHost:
+        """Where the router runs, or shall run."""
+        running = self._told.get(ROUTER)
+        if running is not None:
+            for host in self._hosts.values():
+                if host.address == running.router_host:
+                    return host
+        wish = (self._config.ray or RayConfig()).router
+        fitting = [
+            host
+            for host in self._hosts.values()
+            if matches(wish.label_selector, host.labels)
+            and all(host.resources.get(name, 0) >= n for name, n in wish.resources.items())
+        ]
+        if not fitting:
+            raise ConfigError(
+                [
+                    f"ray.router: none of the {len(self._hosts)} hosts of the Ray cluster has "
+                    f"{ {**wish.label_selector, **wish.resources} }; correct it, or add such a host"
+                ]
+            )
+        own = self._cluster.own_host_id()
+        best = sorted(fitting, key=lambda host: (host.id != own, not host.is_head, host.id))
+        return best[0]
+
+    def _order(self, run: str, router: RayHost) -> Order:
+        running = [o for o in self._told.values() if o.router_host == router.address]
+        port = running[0].router_port if running else self._config.router.port
+        if port == 0:
+            port = self._cluster.on_host(router, free_port, limit_s=_CHECK_LIMIT_S)
+        is_in_files = self._config.security.secret_file is not None
+        return Order(
+            name=ROUTER,
+            run=run,
+            config=source_text(self._config),
+            router_host=router.address,
+            router_port=port,
+            secret="" if is_in_files else self._secret.hex(),
+            **variables_of(self._config, self._wanted.environ),
+        )
+
+    def _places(self, groups: list[Group]) -> dict[str, str]:
+        """Node to the id of its host. A cluster that is adopted may wait for hosts; one that is new
+        gets all of its nodes, or is refused.
+        """
+        limit_s = (self._config.ray or RayConfig()).placement_timeout_s
+        end = time.monotonic() + limit_s
+        while True:
+            found: dict[str, str] = {}
+            waiting = []
+            for group in groups:
+                hosts = self._cluster.hosts_of(group)
+                if hosts is None:
+                    waiting.append(group.name)
+                else:
+                    found |= dict(zip(group.nodes, hosts, strict=True))
+            if not waiting or self._told:
+                return found
+            if self._wanted.is_given_up():
+                raise StartError("stopped before the Ray cluster had room")
+            if time.monotonic() > end:
+                raise ConfigError(
+                    [
+                        f"the Ray cluster has no room for {', '.join(waiting)} within "
+                        f"{limit_s:g} s, since others use it, or no host has labels and resources "
+                        "together; `ray status` says what is used; free some, add hosts, or raise "
+                        "ray.placement_timeout_s"
+                    ]
+                )
+            time.sleep(_POLL_S)
+
+    def _check_hosts(self, order: Order, router: RayHost, places: dict[str, str]) -> None:
+        """Each host that gets something has what it needs. Raises ``ConfigError`` with everything
+        that is wrong, each with its host.
+        """
+        new: dict[str, list[str]] = {}
+        for name, host in [(ROUTER, router.id), *places.items()]:
+            if name not in self._names:
+                new.setdefault(host, []).append(name)
+        plain = msgspec.to_builtins(order)
+
+        def ask(host: RayHost) -> list[str]:
+            before = time.time()
+            try:
+                facts = self._cluster.on_host(
+                    host, check_host, plain, new[host.id], limit_s=_CHECK_LIMIT_S
+                )
+            except StartError as error:
+                return [str(error)]
+            where = f"on {facts['host']} ({host.address})"
+            self._say_skew(where, float(facts["unix_s"]), before, time.time())
+            problems = [*facts["problems"], *_strange(facts, secret_mark(self._secret))]
+            return [f"{where}: {problem}" for problem in problems]
+
+        hosts = [self._hosts[host] for host in new if host in self._hosts]
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            found = [problem for problems in pool.map(ask, hosts) for problem in problems]
+        if found:
+            raise ConfigError(found)
+
+    def _say_skew(self, where: str, theirs: float, before: float, after: float) -> None:
+        ahead_s = max(theirs - after, before - theirs)
+        if ahead_s > CLOCK_SKEW_LIMIT_S:
+            way = "ahead of" if theirs > after else "behind"
+            self._wanted.say(
+                f"warning: {where} the clock is {ahead_s:.0f} s {way} this machine's; run NTP "
+                "(chrony) on both"
+            )
+
+    def _start(self, order: Order, router: RayHost, groups: list[Group]) -> None:
+        takes = (self._config.ray or RayConfig()).router.resources
+        here = self._told.get(ROUTER)
+        if here is not None and here.router_host != order.router_host:
+            self._end(ROUTER)
+        plain = msgspec.to_builtins(order)
+        self._cluster.start(ROUTER, plain, self._config, host=router.id, takes=takes)
+        pools = {node.name: node.pool for node in nodes(self._config)}
+        for group in groups:
+            for index, name in enumerate(group.nodes):
+                told = self._told.get(name)
+                if told is not None and told.router_host != order.router_host:
+                    self._end(name)
+                self._cluster.start(
+                    name,
+                    plain | {"name": name},
+                    self._config,
+                    bundle=(group, index),
+                    takes=bundle_of(self._config, pools[name]),
+                )
+
+    def _end(self, name: str) -> None:
+        """An actor that knows another router makes room for one that knows this one."""
+        self._cluster.end(name)
+        if self._cluster.wait_until_gone([name], _TOLD_LIMIT_S):
+            raise StartError(f"{name} does not end; run `splitserve down {self._config.name}`")
+
+
+def _strange(facts: dict[str, Any], mark: str) -> Iterable[str]:
+    """What a host has otherwise than this machine."""
+    if facts["splitserve"] != own_version():
+        yield (
+            f"splitserve {facts['splitserve']} is installed, and {own_version()} on this machine; "
+            "install the same version on every host"
+        )
+    if facts["secret"] and facts["secret"] != mark:
+        yield (
+            "security.secret_file: it holds another cluster secret than this machine's; give "
+            "every host the same one"
+        )

@@ -1,0 +1,159 @@
+"""What an actor is told, and the cluster YAML as its host reads it. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import yaml
+
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.config.nodes import POOLS, bracketed, scheme_of
+from splitserve.orchestrator.config.ray_checks import WILDCARDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from splitserve.orchestrator.config import ClusterConfig
+
+ROUTER = "router"
+CACHE = "cache"
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class Order(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything that one process of the cluster is started from, wherever it lands. It crosses Ray
+    as a plain dictionary, and Ray keeps it for restarts.
+    """
+
+    name: str
+    """``router``, ``cache``, or the node's name."""
+    run: str
+    """Marker in the environment of every process of the cluster."""
+    config: str
+    """The cluster YAML."""
+    router_host: str
+    """Address of the router's host in the Ray cluster."""
+    router_port: int
+    secret: str = ""
+    """The cluster secret in hexadecimal; empty where each host reads ``security.secret_file``."""
+    router_environment: dict[str, str] = {}
+    """Variables of ``up`` that hold clients' keys, for the router alone."""
+    cache_environment: dict[str, str] = {}
+    """Variables of ``up`` that hold credentials of the cache's tiers, for cache servers alone."""
+
+    def __repr__(self) -> str:
+        """Without what is secret."""
+        return f"Order({self.name!r} of run {self.run!r})"
+
+    @property
+    def kind(self) -> str:
+        """``router``, ``cache`` or ``node``."""
+        return self.name if self.name in (ROUTER, CACHE) else "node"
+
+
+def variables_of(config: ClusterConfig, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """What processes elsewhere need of ``up``'s environment, as fields of an order."""
+    keys = {entry.key_env for entry in config.security.api_keys if entry.key_env is not None}
+    tiers = config.cache.tiers if config.cache is not None else []
+    text = _yaml([tier.model_dump(mode="json") for tier in tiers])
+    credentials = set(_VARIABLE.findall(text))
+    return {
+        "router_environment": {name: environ[name] for name in sorted(keys) if name in environ},
+        "cache_environment": {n: environ[n] for n in sorted(credentials) if n in environ},
+    }
+
+
+def source_text(config: ClusterConfig) -> str:
+    """The configuration as a YAML, equal for equal configurations: only what was given."""
+    return _yaml(config.model_dump(mode="json", exclude_unset=True))
+
+
+def order_of(plain: dict[str, Any]) -> Order:
+    """What an actor was given. Raises ``msgspec.ValidationError``."""
+    return msgspec.convert(plain, Order)
+
+
+def router_url_of(config: ClusterConfig, order: Order) -> str:
+    """Where nodes and operators reach the router."""
+    host = config.router.advertise_host or order.router_host
+    return f"{scheme_of(config)}://{bracketed(host)}:{order.router_port}"
+
+
+def hosted(order: Order, host: str, gpus: tuple[int, ...] = ()) -> ClusterConfig:
+    """The cluster as the host with the address ``host`` sees it: its own address is that of every
+    node, which is true of those that run there. Raises ``ConfigError``.
+    """
+    config = parse(order.config, "the YAML of the Ray cluster")
+    data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    data.pop("launcher", None)
+    data.pop("ray", None)
+    router = data.setdefault("router", {})
+    listens = config.router.host if config.router.host in WILDCARDS else order.router_host
+    advertised = config.router.advertise_host or order.router_host
+    router |= {"host": listens, "port": order.router_port, "advertise_host": advertised}
+    for pool in POOLS:
+        _host_pool(pool, config, data, host, gpus)
+    data["allow_shared_devices"] = True
+    return parse(_yaml(data), "the YAML of a host of the Ray cluster")
+
+
+def _host_pool(
+    pool: str, config: ClusterConfig, data: dict[str, Any], host: str, gpus: tuple[int, ...]
+) -> None:
+    """The pool's section is rewritten."""
+    settings = config.pool(pool)
+    section = data.setdefault(pool, {})
+    section.pop("placement", None)
+    is_wild = settings.host in WILDCARDS
+    section["host"] = settings.host if is_wild else host
+    section["advertise_host"] = host if is_wild else ""
+    section.setdefault("transfer", {})["host"] = section["host"]
+    placement = settings.placement
+    if placement is not None and placement.num_gpus:
+        chosen = list(gpus) or list(range(placement.num_gpus))
+        section["gpus"] = [chosen] * settings.replicas
+    elif config.engine == "vllm":
+        section["cpus"] = [list(range(cpus_of(config, pool)))] * settings.replicas
+
+
+def cpus_of(config: ClusterConfig, pool: str) -> int:
+    """CPUs of each of the pool's nodes."""
+    placement = config.pool(pool).placement
+    return placement.num_cpus if placement is not None else 1
+
+
+def yaml_of(config: ClusterConfig) -> str:
+    """The text that ``splitserve node`` reads on a host."""
+    return _yaml(config.model_dump(mode="json", exclude_unset=True))
+
+
+def differences(running: str, wanted: str) -> list[str]:
+    """Where two configurations, as ``source_text`` gives them, differ: one line per key."""
+    ours, theirs = _flat(yaml.safe_load(wanted)), _flat(yaml.safe_load(running))
+    return [
+        f"{key}: {_said(theirs, key)} runs, {_said(ours, key)} is in the YAML"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key, _NOTHING) != theirs.get(key, _NOTHING)
+    ]
+
+
+_NOTHING = object()
+
+
+def _said(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "nothing"
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, below in value.items():
+        found |= _flat(below, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _yaml(data: object) -> str:
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

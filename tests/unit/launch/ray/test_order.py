@@ -1,0 +1,93 @@
+"""What hosts of a Ray cluster read, and what an adopting ``up`` compares."""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.orchestrator.config import nodes, parse
+from splitserve.orchestrator.launch.ray.order import (
+    Order,
+    differences,
+    hosted,
+    order_of,
+    router_url_of,
+    source_text,
+    variables_of,
+    yaml_of,
+)
+
+TEXT = """
+launcher: ray
+model: {path: some/model}
+experimental_cuda: true
+router: {port: 0}
+prefill: {replicas: 2, placement: {num_cpus: 4}}
+decode: {placement: {num_gpus: 2}}
+security: {api_keys: [{tenant: a, key_env: KEY_OF_A}]}
+"""
+
+
+def order(text: str = TEXT, **more: str) -> Order:
+    """For prefill-0."""
+    config = source_text(parse(text))
+    place = {"router_host": "10.0.0.1", "router_port": 8123}
+    return Order(name="prefill-0", run="r", config=config, **place, **more)
+
+
+def test_a_host_sees_its_own_address_and_devices() -> None:
+    """Nodes listen on it; the router's address is that of its host; what is only Ray's is gone."""
+    config = hosted(order(), "10.0.0.7", (3, 5))
+    assert parse(yaml_of(config)) == config
+    assert (config.launcher, config.ray, config.prefill.placement) == ("local", None, None)
+    assert {(n.host, n.transfer_host, n.advertise_host) for n in nodes(config)} == {
+        ("10.0.0.7", "10.0.0.7", "")
+    }
+    assert config.prefill.cpus == [[0, 1, 2, 3]] * 2
+    assert config.decode.gpus == [[3, 5]]
+    assert (config.router.host, config.router.port) == ("10.0.0.1", 8123)
+    assert router_url_of(config, order()) == "http://10.0.0.1:8123"
+
+
+def test_a_wildcard_stays_one() -> None:
+    """The node listens everywhere, and is found at its host's address."""
+    text = TEXT.replace("prefill: {", "prefill: {host: 0.0.0.0, ")
+    node = nodes(hosted(order(text), "10.0.0.7"))[0]
+    assert (node.host, node.transfer_host, node.advertise_host) == (
+        "0.0.0.0",
+        "0.0.0.0",
+        "10.0.0.7",
+    )
+
+
+def test_an_order_crosses_as_a_dictionary_and_shows_no_secret() -> None:
+    """Of texts and numbers only."""
+    told = order(secret="a5" * 32)
+    plain = msgspec.to_builtins(told)
+    assert order_of(plain) == told
+    assert "a5a5" not in repr(told)
+
+
+def test_differences_name_each_key_with_both_values() -> None:
+    """Also those that only one of both has."""
+    running = source_text(parse(TEXT))
+    wanted = parse(TEXT.replace("replicas: 2", "replicas: 3").replace("router: {port: 0}\n", ""))
+    assert differences(running, running) == []
+    assert differences(running, source_text(wanted)) == [
+        "prefill.replicas: 2 runs, 3 is in the YAML",
+        "router.port: 0 runs, nothing is in the YAML",
+    ]
+
+
+def test_only_variables_that_are_named_go_elsewhere() -> None:
+    """Keys of clients to the router, credentials of tiers to cache servers."""
+    config = parse(
+        "launcher: ray\nengine: mock\nmodel: {path: m}\n"
+        "cache: {tiers: [{type: cpu, capacity_bytes: 1 MiB}, {type: s3, url: 's3://b', "
+        "options: {secret_access_key: '${KEY_OF_S3}'}}]}\n"
+        "security: {secret_file: s, api_keys: [{tenant: a, key_env: KEY_OF_A}]}"
+    )
+    environ = {"KEY_OF_A": "1", "KEY_OF_S3": "2", "OTHER_KEY": "3"}
+    assert variables_of(config, environ) == {
+        "router_environment": {"KEY_OF_A": "1"},
+        "cache_environment": {"KEY_OF_S3": "2"},
+    }
