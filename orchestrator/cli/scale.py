@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,7 @@ import click
 from splitserve.orchestrator.cli.departures import Departures
 from splitserve.orchestrator.cli.display import stage_of
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.router_client import RouterClient
 from splitserve.orchestrator.cli.running_nodes import MARGIN_S, name_of
 from splitserve.orchestrator.config import ConfigError, load_resolved
 from splitserve.orchestrator.config.nodes import POOLS
@@ -27,9 +29,7 @@ from splitserve.orchestrator.launch.checks.cpu_lists import listed, parsed
 from splitserve.orchestrator.launch.files import ScaleAnswer, ScaleOrder, ScalingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from splitserve.orchestrator.cli.router_client import RouterClient
+    from collections.abc import Sequence
 
 LIMIT_NUMBER = 65_535
 """No machine has a CPU beyond that number."""
@@ -37,19 +37,18 @@ ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
 
 
-def _number_lists(
-    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """Each of ``0-3,6`` and the like, ascending."""
-    found = []
-    for text in texts:
+class NumberList(click.ParamType["tuple[int, ...]"]):
+    """``0-3,6``, ascending, each number once."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         try:
-            if any(int(number) > LIMIT_NUMBER for number in re.findall(r"\d+", text)):
+            if any(int(number) > LIMIT_NUMBER for number in re.findall(r"\d+", value)):
                 raise ValueError
-            found.append(tuple(sorted(parsed(text))))
+            return tuple(sorted(parsed(value)))
         except ValueError:
-            raise click.BadParameter(f"{text!r} is no list of numbers such as 0-3,6") from None
-    return tuple(found)
+            self.fail(f"{value!r} is no list of numbers such as 0-3,6", param, ctx)
 
 
 @click.command()
@@ -57,19 +56,12 @@ def _number_lists(
 @click.argument("nodes", type=int)
 @click.option(
     "--cpus",
-    metavar="LIST",
-    callback=_number_lists,
+    type=NumberList(),
     multiple=True,
     help="CPUs of a new node, e.g. 8-11; once for each. Without it new nodes of a pinned pool "
     "share those of the others.",
 )
-@click.option(
-    "--gpus",
-    metavar="LIST",
-    callback=_number_lists,
-    multiple=True,
-    help="GPUs of a new node; once for each.",
-)
+@click.option("--gpus", type=NumberList(), multiple=True, help="GPUs of a new node; once for each.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -143,12 +135,11 @@ class Scaling(Departures):
         gpus: Sequence[Sequence[int]],
     ) -> Scaled:
         """What is to become of the cluster. Raises ``RefusedError``."""
-        usable = os.sched_getaffinity(0)
-        strange = {number for numbers in cpus for number in numbers} - usable
-        if strange:
+        strange = {number for numbers in cpus for number in numbers} - os.sched_getaffinity(0)
+        if strange and self.record.launcher == "local":
             raise RefusedError(
                 f"--cpus: {listed(strange)} cannot be used here; this machine offers "
-                f"{listed(usable)}"
+                f"{listed(os.sched_getaffinity(0))}"
             )
         try:
             return scaled(self.config, pool, replicas, cpus=cpus, gpus=gpus)
@@ -200,7 +191,7 @@ class Scaling(Departures):
         """The router knows nothing of them any more."""
         for name in names:
             end = time.monotonic() + MARGIN_S
-            while not self.ask(_forgets(name)):
+            while not self.ask(partial(RouterClient.forget, node=name)):
                 self.pause(end, f"the router does not hear that {name} has ended")
             click.echo(f"{name} is no part of the cluster any more")
 
@@ -226,10 +217,6 @@ class Scaling(Departures):
         pool, _, index = name.rpartition("-")
         lists = load_resolved(self.files.config_path).pool(pool).cpus
         return f" on CPUs {listed(lists[int(index)])}" if lists else ""
-
-
-def _forgets(name: str) -> Callable[[RouterClient], bool]:
-    return lambda router: router.forget(name)
 
 
 def _decodes(node: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.cli import running_nodes
 from splitserve.orchestrator.cli.main import main
+from splitserve.orchestrator.cli.router_client import RouterClient
 from splitserve.orchestrator.config import dump_resolved, load_resolved, nodes, parse
 from splitserve.orchestrator.config.scaling import scaled
 from splitserve.orchestrator.launch.files import (
@@ -115,6 +116,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     monkeypatch.setattr(running_nodes, "POLL_S", 0.001)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(running_nodes, "RouterClient", FakeRouter)
+    monkeypatch.setattr(RouterClient, "forget", FakeRouter.forget)
     monkeypatch.setattr(
         ClusterFiles, "order_scale", lambda files, order: FakeRouter.cluster.obey(order)
     )
