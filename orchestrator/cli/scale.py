@@ -31,10 +31,10 @@ from splitserve.orchestrator.launch.files import ScaleAnswer, ScaleOrder, Scalin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LIMIT_NUMBER = 65_535
-"""No machine has a CPU beyond that number."""
 ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
+LIMIT_NUMBER = 65_535
+"""No machine has a CPU beyond that number."""
 
 
 class NumberList(click.ParamType["tuple[int, ...]"]):
