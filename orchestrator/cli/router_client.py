@@ -97,12 +97,25 @@ class RouterClient:
         return answer["verdict"], answer["message"]
 
     def forget(self, node: str) -> bool:
-        """Nothing of the node is remembered; False while it takes part."""
+        """No router remembers anything of the node; False while it takes part at one. Of several
+        one that does not answer is left out: when it starts again it knows nothing of the node.
+        """
         path = f"/internal/nodes/{quote(node, safe='')}/forget"
-        status, answer = self._ask("POST", path, None)
-        if "verdict" not in answer:
-            raise RouterSilentError(f"the router answers {status}: {answer}")
-        return bool(answer["verdict"] == "forgotten")
+        verdicts, silent = [], RouterSilentError("there is no router")
+        for url in self._urls:
+            self._url = url
+            try:
+                connection = connection_to(url, self._tls, _TIMEOUT_S)
+                status, answer = self._exchange(connection, "POST", path, None)
+            except RouterSilentError as error:
+                silent = error
+                continue
+            if "verdict" not in answer:
+                raise RouterSilentError(f"the router answers {status}: {answer}")
+            verdicts.append(answer["verdict"])
+        if not verdicts:
+            raise silent
+        return all(verdict == "forgotten" for verdict in verdicts)
 
     def audit(self) -> dict[str, Any]:
         """What engines hold and the router does not know of, or the other way round."""

@@ -127,7 +127,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     lock.close()
 
 
-def record(url: str = "http://127.0.0.1:1") -> ClusterRecord:
+def record(url: str = "http://127.0.0.1:1", more_urls: tuple[str, ...] = ()) -> ClusterRecord:
     """What `up` has written; this process is the `up`."""
     return ClusterRecord(
         name="test",
@@ -135,6 +135,7 @@ def record(url: str = "http://127.0.0.1:1") -> ClusterRecord:
         pid=os.getpid(),
         source="s",
         url=url,
+        more_urls=more_urls,
         nodes=NODES,
         phase="serving",
         started=0.0,
@@ -318,3 +319,17 @@ async def test_the_router_is_asked_with_the_token_of_the_run(
                 await asyncio.to_thread(ask)
     with pytest.raises(RouterSilentError, match="does not answer"):
         await asyncio.to_thread(client.nodes)
+
+
+async def test_every_router_forgets_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is gone is left out; while the node takes part at one it is not forgotten."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    files = ClusterFiles("test")
+    files.begin_run("{}", operator_token(SECRET))
+    async with stub_cluster("p0", "d0") as first, stub_cluster("p0", "d0", "d1") as second:
+        found = record(first.url, more_urls=("http://127.0.0.1:1", second.url))
+        client = RouterClient(files, found)
+        assert not await asyncio.to_thread(client.forget, "d1")
+        assert await asyncio.to_thread(client.forget, "d2")
+    with pytest.raises(RouterSilentError, match="does not answer"):
+        await asyncio.to_thread(client.forget, "d2")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from router_stubs.core_story import Driver
 
+from splitserve.orchestrator.agent.messages import OtherRouter, OtherRouters, RouterLoad
 from splitserve.orchestrator.core import events as ev
 from splitserve.orchestrator.core import pool
 from splitserve.orchestrator.core.breaker import BreakerLimits
@@ -102,7 +103,7 @@ def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_candidates_are_enough(seed: int) -> None:
     """Requests come, are answered, fail and are cancelled, nodes report, restart and change their
-    roles, prefixes come and go: both clusters give the same orders.
+    roles, prefixes and other routers come and go: both clusters give the same orders.
     """
     random = Random(seed)
     nodes = [("p0", 120, False), ("d0", 120, False)]
@@ -176,7 +177,22 @@ def _flip(cluster: Cluster, name: str, _: int) -> list[Any]:
     return cluster.do(ev.FlipRequested(0, name, role))
 
 
+def _others(cluster: Cluster, name: str, amount: int) -> list[Any]:
+    """Another router has something there, or has gone."""
+    load = RouterLoad(
+        prefill_legs=amount % 3,
+        prefill_tokens=amount % 3 * 200,
+        decode_legs=amount % 4,
+        committed_blocks=amount,
+        waiting_tokens=400 if amount % 5 == 0 else 0,
+    )
+    others = (OtherRouter(name="other", index=1, load=load),) if amount % 4 else ()
+    told = OtherRouters(node=name, incarnation=cluster.life(name), others=others, seen=RouterLoad())
+    return cluster.do(ev.OtherRoutersReported(told))
+
+
 ACTS = {
+    "others": _others,
     "report": lambda cluster, name, amount: cluster.say(name, used=amount),
     "busy": lambda cluster, name, amount: cluster.say(name, used=amount, running=amount),
     "time": lambda cluster, _, amount: cluster.pass_time(amount / 40),
