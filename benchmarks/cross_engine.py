@@ -27,9 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 from harness import options, report
 from harness.cached_cluster import CachedCluster
-from harness.client import complete, new_session
+from harness.client import complete
 from harness.engine import ENGINE_BYTES_BESIDE_KV, SERVED_NAME, free_port
 from harness.product import RunningCluster
 from harness.prompts import english_text
@@ -38,8 +39,6 @@ from harness.stats import summarise
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
-
-    import aiohttp
 
 ENGINES = ("vllm", "transformers")
 CHUNK, BLOCK = 256, 128
@@ -345,6 +344,16 @@ def described(
     }
 
 
+def patient_session() -> aiohttp.ClientSession:
+    """A connection per request: vLLM closes one that was idle for five seconds, and a busy machine
+    makes it so now and then in the moment of the next request.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=PATIENCE_S),
+    )
+
+
 async def direction_rows(writer: str, reader: str, settings: argparse.Namespace) -> list[Row]:
     """One cluster from start to end."""
     logs = options.log_folder(settings) / f"{writer}-to-{reader}"
@@ -359,7 +368,7 @@ async def direction_rows(writer: str, reader: str, settings: argparse.Namespace)
     spec = described(name, writer, reader, settings, logs)
     with RunningCluster(spec, logs, needed) as cluster:
         await cluster.start()
-        async with new_session() as session:
+        async with patient_session() as session:
             layers = options.model_layers(folder)
             pair = Pair(cluster, session, logs / "transfers.jsonl", layers)
             rows = await measure(pair, direction, texts, settings.texts)
