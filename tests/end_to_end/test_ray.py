@@ -193,3 +193,43 @@ def test_what_a_host_lacks_is_refused_with_its_name(on_ray: OnRay) -> None:
     nowhere = on_ray.run("up", str(on_ray.yaml(REFUSED, "127.0.0.1:9")), **at_home)
     assert nowhere.returncode == 2
     assert "no Ray cluster can be reached at 127.0.0.1:9 (" in nowhere.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+async def test_a_router_moves_when_its_host_is_lost(on_ray: OnRay) -> None:
+    """It was not on the host of `up`, which starts it on one that is added, and the nodes again:
+    the commands find it there.
+    """
+    hosts = on_ray.hosts
+    wish = f'router: {{label_selector: {{place: "!{hosts.first}"}}}}'
+    config = on_ray.yaml(CLUSTER, hosts.address, wish)
+    up = on_ray.up(config=config)
+    up.wait_until_serving()
+    (lost,) = set(hosts.addresses) - {hosts.first}
+    assert f"http://{lost}:" in on_ray.status()["url"]
+    hosts.kill(lost)
+    added = hosts.add()
+    await on_ray.until(on_ray.is_whole, 200)
+    assert f"http://{added}:" in on_ray.status()["url"]
+    assert on_ray.run("down", on_ray.name).returncode == 0
+    assert up.wait_for_end() == 0, up.output()
+    on_ray.assert_nothing_is_left()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_pairs_share_a_host(on_ray: OnRay) -> None:
+    """With `ray.pair_by: host` each prefill node has its decode node beside it."""
+    config = on_ray.yaml(
+        CLUSTER.replace("  placement: {strategy: STRICT_SPREAD}\n", ""),
+        on_ray.hosts.address,
+        "pair_by: host",
+    )
+    up = on_ray.run("up", "--detach", str(config))
+    assert up.returncode == 0, up.stderr + on_ray.story()
+    places = on_ray.addresses()
+    for number in range(2):
+        assert places[f"prefill-{number}"] == places[f"decode-{number}"]
+    assert on_ray.run("down", on_ray.name).returncode == 0
+    on_ray.assert_nothing_is_left()

@@ -38,18 +38,21 @@ class OnRay:
         """The YAML, as a file."""
         return self.yaml(self.text, self.hosts.address)
 
-    def yaml(self, text: str, address: str) -> Path:
-        """Another one of the same name, for the Ray cluster at ``address``."""
+    def yaml(self, text: str, address: str, ray: str = "") -> Path:
+        """Another one of the same name, for the Ray cluster at ``address``; ``ray`` are more keys
+        of that section.
+        """
         path = self.folder / f"{self.name}.yaml"
-        head = f'name: {self.name}\nlauncher: ray\nray: {{address: "{address}"}}\n'
+        section = f'{{address: "{address}", {ray}}}'
+        head = f"name: {self.name}\nlauncher: ray\nray: {section}\n"
         path.write_text(head + text)
         return path
 
-    def up(self, machine: str = "one") -> UpProcess:
+    def up(self, machine: str = "one", config: Path | None = None) -> UpProcess:
         """`splitserve up` in the foreground."""
         folder = self.folder / machine
         folder.mkdir(exist_ok=True)
-        self.ups.append(UpProcess(self.config, folder))
+        self.ups.append(UpProcess(config or self.config, folder))
         return self.ups[-1]
 
     def run(

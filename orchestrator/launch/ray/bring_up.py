@@ -288,16 +288,16 @@ class _BringUp:
 
     def _start(self, order: Order, router: RayHost, groups: list[Group]) -> None:
         takes = (self._config.ray or RayConfig()).router.resources
-        here = self._told.get(ROUTER)
-        if here is not None and here.router_host != order.router_host:
-            self._end(ROUTER)
+        has_moved = any(told.router_host != order.router_host for told in self._told.values())
         plain = msgspec.to_builtins(order)
         self._cluster.start(ROUTER, plain, self._config, host=router.id, takes=takes)
         pools = {node.name: node.pool for node in nodes(self._config)}
         for group in groups:
             for index, name in enumerate(group.nodes):
                 told = self._told.get(name)
-                if told is not None and told.router_host != order.router_host:
+                knows_router = told is not None and told.router_host == order.router_host
+                # One that starts again just now does so with the old order
+                if has_moved and not knows_router and name in self._names:
                     self._end(name)
                 self._cluster.start(
                     name,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ Report = dict[str, Any]
 _POLL_S = 1.0
 _ASK_LIMIT_S = 2.0
 _AT_A_TIME = 32
+_HOST_LOSS_LIMIT_S = 40.0
+"""An actor's death is known before that of its host, which takes Ray 15 s by default."""
 
 
 class RayLauncher:
@@ -75,7 +78,8 @@ class RayLauncher:
         """What is on the Ray cluster under this name is this launcher's to take down."""
         self._reports: dict[str, Report] = {}
         """What each actor said last; none of those that do not answer now."""
-        self._names: frozenset[str] = frozenset()
+        self._router_gone_at: float | None = None
+        """Since when there has been no actor of the router; monotonic."""
         self._router_host = ""
         """Its id in Ray, once it has spoken."""
         self._is_moving = False
@@ -118,7 +122,7 @@ class RayLauncher:
         router = self._reports.get(ROUTER)
         if router is not None and router["state"] == "failed":
             return _failure_of(ROUTER, router)
-        if self._names and ROUTER not in self._names and not self._is_moving:
+        if self._router_is_gone() and not self._is_moving:
             return StartError(
                 "the router's actor has ended: Ray has started it again "
                 f"{self.config.supervision.restart_limit} times (supervision.restart_limit)"
@@ -204,6 +208,11 @@ class RayLauncher:
         self.urls = (router_url_of(config, brought.order),)
         self.files.begin_run(dump_resolved(self.config), operator_token(self._secret))
 
+    def _router_is_gone(self) -> bool:
+        """For longer than Ray may take to notice that a host is lost."""
+        gone_at = self._router_gone_at
+        return gone_at is not None and time.monotonic() > gone_at + _HOST_LOSS_LIMIT_S
+
     def _lost(self) -> StartError | None:
         """Whether the Ray cluster itself has gone."""
         if self._poll_task is None or not self._poll_task.done() or self._poll_task.cancelled():
@@ -223,9 +232,11 @@ class RayLauncher:
                 self._reports = {name: r for name, r in found.items() if r is not None}
                 if ROUTER in self._reports:
                     self._router_host = self._reports[ROUTER]["host_id"]
-                elif ROUTER not in names:
+                if ROUTER in names:
+                    self._router_gone_at = None
+                else:
+                    self._router_gone_at = self._router_gone_at or time.monotonic()
                     await self._replace_router(cluster)
-                self._names = frozenset(names)
                 self._tell_notes()
                 await asyncio.sleep(_POLL_S)
 

@@ -47,6 +47,7 @@ class FakeRay:
         self.where: dict[str, Any] = {}
         self.ended: list[str] = []
         self.silent = False
+        self.silent_names: set[str] = set()
         self.groups: list[str] = []
         self.has_room = True
         self.facts: dict[str, dict[str, Any]] = {}
@@ -82,7 +83,7 @@ class FakeRay:
 
     def ask(self, name: str, method: str, limit_s: float) -> Any:
         assert method == "told"
-        if self.silent:
+        if self.silent or name in self.silent_names:
             raise SilentActorError(name)
         return self.actors[name]
 
@@ -261,7 +262,9 @@ def test_actors_that_do_not_answer_are_not_taken_for_nothing(
 
 
 def test_a_router_whose_host_is_lost_moves_and_takes_the_nodes_along() -> None:
-    """They are started again, for they know only the old address."""
+    """They are started again, for they know only the old address; also one that does not answer,
+    since it starts again itself.
+    """
     ray = FakeRay()
     lost = Order(
         name="router",
@@ -272,9 +275,10 @@ def test_a_router_whose_host_is_lost_moves_and_takes_the_nodes_along() -> None:
         secret=SECRET.hex(),
     )
     plain = msgspec.to_builtins(lost)
-    ray.actors = {"prefill-0": plain | {"name": "prefill-0"}}
+    ray.actors = {name: plain | {"name": name} for name in ("prefill-0", "decode-1")}
+    ray.silent_names = {"decode-1"}
     brought = up(ray)
     assert brought.order.router_host == "10.0.0.1"
     assert brought.order.run == "run-0"
-    assert ray.ended == ["prefill-0"]
-    assert ray.actors["prefill-0"]["router_host"] == "10.0.0.1"
+    assert sorted(ray.ended) == ["decode-1", "prefill-0"]
+    assert {actor["router_host"] for actor in ray.actors.values()} == {"10.0.0.1"}
