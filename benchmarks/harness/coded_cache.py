@@ -176,10 +176,9 @@ class CacheUnderTest:
         folder.mkdir(parents=True)
         self._chunks = chunks
         self._socket = str(folder / "cache.sock")
-        cpu = TierSettings(
-            type="cpu", capacity_bytes=(3 * chunks.count + 2) * (chunks.geometry.chunk_bytes + 4096),
-            codec=cpu_codec,  # type: ignore[arg-type]
-        )  # fmt: skip
+        # Chunks may take half of it while they wait to be written
+        room = (3 * chunks.count + 2) * (chunks.geometry.chunk_bytes + 4096)
+        cpu = TierSettings(type="cpu", capacity_bytes=room, codec=cpu_codec)  # type: ignore[arg-type]
         settings = CacheSettings(
             socket_path=self._socket, chunk_tokens=CHUNK_TOKENS,
             tiers=(cpu,) if tier is None else (cpu, tier),
