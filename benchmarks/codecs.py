@@ -7,7 +7,7 @@
   work on the machine disturbs least.
 - *link*: chunks in a Redis behind a link of 1 Gbit/s, loaded into pages by the cache's own server
   and thread: time until all are there, beside chunks as they are. Needs root, `ip` and `tc`.
-- *memory*: chunks in the arena, `codec: auto` beside `raw`.
+- *memory*: chunks in the arena, `codec: auto` beside `raw`; processor time of the engine's process.
 
 Contestants take turns in every round, ratios are within a round, and before anything is timed each
 has proven what its pages hold.
@@ -166,7 +166,7 @@ def link(chunks: RealChunks, rounds: int, rate: str) -> dict[str, Any]:
 
 
 def memory(chunks: RealChunks, rounds: int) -> dict[str, Any]:
-    """Seconds until every chunk is in its pages, from the arena."""
+    """Seconds of processor time until every chunk is in its pages, from the arena."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {
             name: CacheUnderTest(Path(folder) / name, chunks, None, cpu_codec=name)
@@ -178,7 +178,7 @@ def memory(chunks: RealChunks, rounds: int) -> dict[str, Any]:
                 cache.load()
             for cache in caches.values():
                 chunks.check(cache.pages, "raw")
-            seconds = _rounds_of({name: cache.load for name, cache in caches.items()}, rounds)
+            seconds = _rounds({name: cache.load for name, cache in caches.items()}, rounds)
         finally:
             for cache in caches.values():
                 cache.stop()
@@ -205,8 +205,8 @@ def _beside(
     return {"chunks": chunks.count, "bytes": total, "rows": rows}
 
 
-def _rounds(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    def timed(way: Callable[[], None]) -> float:
+def _rounds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    def timed(way: Callable[[], object]) -> float:
         began = time.process_time()
         way()
         return time.process_time() - began
@@ -287,6 +287,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--tokens", type=int, default=4096, help="of the text, for quality")
     options.add_argument("--chunks", type=int, default=6, help="for speed, link and memory")
+    options.add_argument("--kept", type=Path, help="a .npy file that keeps the KV between runs")
     options.add_argument("--rate", default=LINK)
     options.add_argument("--name", default=NAME)
     chosen = options.parse_args()
@@ -294,7 +295,9 @@ def main() -> None:
     parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
     folder = model_folder(chosen.model)
     asked = chosen.parts.split(",")
-    chunks = real_chunks(folder, TEXT, chosen.chunks) if set(asked) - {"quality"} else None
+    chunks = None
+    if set(asked) - {"quality"}:
+        chunks = real_chunks(folder, TEXT, chosen.chunks, chosen.kept)
     for part in asked:
         before = round(os.getloadavg()[0], 1)
         if part == "quality":

@@ -98,19 +98,28 @@ class Pages:
         return list(range(first, first + self._geometry.blocks))
 
 
-def real_chunks(folder: Path, text: Path, count: int) -> RealChunks:
-    """The model's KV of the text in bfloat16 rows."""
-    from splitserve.orchestrator.engines.transformers.quality import KvKind, QualityMeter
+def real_chunks(folder: Path, text: Path, count: int, kept: Path | None = None) -> RealChunks:
+    """The model's KV of the text in bfloat16 rows; ``kept`` is a file that has it from an earlier
+    run, or gets it.
+    """
+    if kept is not None and kept.exists():
+        rows = np.load(kept)
+    else:
+        from splitserve.orchestrator.engines.transformers.quality import KvKind, QualityMeter
 
-    meter = QualityMeter(str(folder), KvKind(CHUNK_TOKENS, "bfloat16"))
-    windows = -(-count // 3)
-    shape, found = meter.chunks(text.read_text(), tokens=windows * 4 * CHUNK_TOKENS)
+        meter = QualityMeter(str(folder), KvKind(CHUNK_TOKENS, "bfloat16"))
+        windows = -(-count // 3)
+        _, found = meter.chunks(text.read_text(), tokens=windows * 4 * CHUNK_TOKENS)
+        rows = np.array(found[:count])
+        if kept is not None:
+            np.save(kept, rows)
+    _, layers, heads, tokens, row_bytes = rows.shape  # uint8 [chunks, layers, heads, tokens, bytes]
     geometry = ChunkGeometry(
-        layers=len(found[0]), chunk_tokens=CHUNK_TOKENS, block_tokens=BLOCK_TOKENS,
-        heads=shape.heads, key_bytes=2 * shape.key_items, value_bytes=2 * shape.value_items,
-        item_bytes=2, order="rows", number="bfloat16",
+        layers=layers, chunk_tokens=tokens, block_tokens=BLOCK_TOKENS, heads=heads,
+        key_bytes=row_bytes // 2, value_bytes=row_bytes // 2, item_bytes=2, order="rows",
+        number="bfloat16",
     )  # fmt: skip
-    bodies = [_body(layers, geometry) for layers in found[:count]]
+    bodies = [_body(each, geometry) for each in rows[:count]]
     chunks = [
         Chunk(0, geometry, 1, body_checksums(body, geometry, 1), (), MODEL) for body in bodies
     ]
@@ -167,10 +176,9 @@ class CacheUnderTest:
         folder.mkdir(parents=True)
         self._chunks = chunks
         self._socket = str(folder / "cache.sock")
-        cpu = TierSettings(
-            type="cpu", capacity_bytes=(chunks.count + 2) * (chunks.geometry.chunk_bytes + 4096),
-            codec=cpu_codec,  # type: ignore[arg-type]
-        )  # fmt: skip
+        # Chunks may take half of it while they wait to be written
+        room = (3 * chunks.count + 2) * (chunks.geometry.chunk_bytes + 4096)
+        cpu = TierSettings(type="cpu", capacity_bytes=room, codec=cpu_codec)  # type: ignore[arg-type]
         settings = CacheSettings(
             socket_path=self._socket, chunk_tokens=CHUNK_TOKENS,
             tiers=(cpu,) if tier is None else (cpu, tier),
@@ -198,7 +206,7 @@ class CacheUnderTest:
             whole = np.frombuffer(body, np.uint8)
             self.pages.bytes[:, ids] = whole.reshape(self.pages.bytes.shape[0], len(ids), -1)
             blocks += tuple(ids)
-        until(lambda: self._thread.counters().get("connections", 0), "the server's greeting")
+        until(lambda: self._thread.counters().get("cache_connected", 0), "the server's greeting")
         self._ids += 1
         save = SaveOrder(self._ids, b"", self._chunks.keys, blocks, is_final=True)
         self._thread.begin_step(CacheOrders(saves=(save,)))
