@@ -108,6 +108,11 @@ class HostProcess:
         self.start()
         return True
 
+    def learn(self, order: Order) -> None:
+        """What starts from now on starts from another order for the same process."""
+        with self._lock:
+            self._order = order
+
     def stop(self, limit_s: float) -> None:
         """It has ended, within ``limit_s`` by itself or else killed, and nothing of it is left."""
         self._stopping.set()

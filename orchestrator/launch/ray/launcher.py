@@ -20,13 +20,13 @@ from splitserve.orchestrator.launch.children import cancel
 from splitserve.orchestrator.launch.ray.bring_up import Wanted, bring_up
 from splitserve.orchestrator.launch.ray.host_process import status_of
 from splitserve.orchestrator.launch.ray.keeper import CACHE_PREFIX
-from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, router_url_of
+from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, is_ours, router_url_of, sized
 from splitserve.orchestrator.launch.ray.ray_cluster import (
     SilentActorError,
     connect,
     take_back_signals,
 )
-from splitserve.orchestrator.launch.ray.take_down import is_ours, take_down
+from splitserve.orchestrator.launch.ray.take_down import take_down
 from splitserve.orchestrator.launch.router_health import router_health
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class RayLauncher:
         self._names: frozenset[str] = frozenset()
         self._poll_task: asyncio.Task[None] | None = None
         self._noted: set[str] = set()
+        self._edition = 0
+        """Of the sizes in ``config``."""
 
     async def start(self) -> None:
         """See ``Launcher``. May be cancelled; what has been started then is there for ``stop``."""
@@ -198,6 +200,8 @@ class RayLauncher:
         self._may_end = True
         self.is_adopted = brought.is_adopted
         self.run, self._secret = brought.order.run, brought.secret
+        self.config = sized(self.config, brought.order.sizes)
+        self._edition = brought.order.edition
         config = hosted(brought.order, brought.order.router_host)
         self.urls = (router_url_of(config, brought.order),)
         self.files.begin_run(dump_resolved(self.config), operator_token(self._secret))
@@ -221,7 +225,20 @@ class RayLauncher:
                 self._names = frozenset(names)
                 self._reports = {name: r for name, r in found.items() if r is not None}
                 self._tell_notes()
+                self._follow()
                 await asyncio.sleep(_POLL_S)
+
+    def _follow(self) -> None:
+        """`splitserve scale`, wherever it was called, has changed the sizes."""
+        if not self._reports:
+            return
+        latest = max(self._reports.values(), key=lambda report: int(report["edition"]))
+        if latest["edition"] <= self._edition:
+            return
+        self._edition, self.config = latest["edition"], sized(self.config, latest["sizes"])
+        self.files.write_resolved(dump_resolved(self.config))
+        counts = " and ".join(f"{self.config.pool(pool).replicas} {pool}" for pool in POOLS)
+        self._say(f"the cluster has {counts} nodes from now on")
 
     def _tell_notes(self) -> None:
         for report in self._reports.values():

@@ -3,114 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
+from support.fake_ray import SECRET, TEXT, FakeRay, up
 
 from splitserve.orchestrator.config import ConfigError, parse
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.ray.bring_up import Brought, Wanted, bring_up
-from splitserve.orchestrator.launch.ray.host_check import free_port, secret_mark
 from splitserve.orchestrator.launch.ray.order import Order, source_text
-from splitserve.orchestrator.launch.ray.placement import RayHost
-from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError
-from splitserve.orchestrator.observe.own_version import own_version
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from splitserve.orchestrator.launch.ray.placement import Group
-
-TEXT = """
-name: c
-launcher: ray
-engine: mock
-model: {path: m}
-router: {port: 0}
-ray: {placement_timeout_s: 0.05}
-decode: {replicas: 2}
-security: {api_keys: [{tenant: a, key_file: k}]}
-"""
-SECRET = bytes(range(32))
-HOSTS = [
-    RayHost("id-a", "10.0.0.1", "alpha", {"CPU": 8}, {"rack": "1"}, is_head=True),
-    RayHost("id-b", "10.0.0.2", "beta", {"CPU": 8}, {"rack": "2"}),
-]
-
-
-class FakeRay:
-    """A Ray cluster of two hosts. Actors answer with their orders unless they are ``silent``."""
-
-    def __init__(self) -> None:
-        self.actors: dict[str, dict[str, Any]] = {}
-        self.where: dict[str, Any] = {}
-        self.ended: list[str] = []
-        self.silent = False
-        self.groups: list[str] = []
-        self.has_room = True
-        self.facts: dict[str, dict[str, Any]] = {}
-        """By host: what it says otherwise than the others."""
-        self.asked: dict[str, list[str]] = {}
-
-    def names(self) -> list[str]:
-        return sorted([*self.actors, "somebody-elses"])
-
-    def hosts(self) -> list[RayHost]:
-        return HOSTS
-
-    def own_host_id(self) -> str:
-        return "id-of-no-host"
-
-    def reserve(self, group: Group) -> None:
-        self.groups.append(group.name)
-
-    def hosts_of(self, group: Group) -> list[str] | None:
-        return ["id-a", "id-b"][: len(group.nodes)] if self.has_room else None
-
-    def start(self, name: str, plain: dict[str, Any], _: object, **where: Any) -> None:
-        self.actors.setdefault(name, plain)
-        self.where[name] = where
-
-    def ask(self, name: str, method: str, limit_s: float) -> Any:
-        assert method == "told"
-        if self.silent:
-            raise SilentActorError(name)
-        return self.actors[name]
-
-    def end(self, name: str) -> None:
-        self.ended.append(name)
-        del self.actors[name]
-
-    def wait_until_gone(self, names: list[str], limit_s: float) -> list[str]:
-        return []
-
-    def on_host(self, host: RayHost, function: Any, *arguments: Any, limit_s: float) -> Any:
-        if function is free_port:
-            return 8123
-        self.asked[host.hostname] = arguments[1]
-        plain = {
-            "host": host.hostname,
-            "splitserve": own_version(),
-            "ray": "2.60.0",
-            "unix_s": time.time(),
-            "secret": secret_mark(SECRET),
-            "problems": [],
-        }
-        return plain | self.facts.get(host.hostname, {})
-
-
-def up(
-    ray: FakeRay,
-    text: str = TEXT,
-    *,
-    secret: bytes = SECRET,
-    is_secret_given: bool = True,
-    say: Callable[[str], None] = print,
-) -> Brought:
-    """One attempt."""
-    wanted = Wanted(parse(text), "run-1", secret, is_secret_given, {}, say, lambda: False)
-    return bring_up(ray, wanted)  # type: ignore[arg-type]
 
 
 def problems_of(ray: FakeRay, text: str = TEXT, **more: Any) -> list[str]:
@@ -130,12 +31,12 @@ def test_everything_is_placed_and_told_where_the_router_is() -> None:
     brought = up(ray)
     assert not brought.is_adopted
     assert (brought.order.router_host, brought.order.router_port) == ("10.0.0.1", 8123)
-    assert ray.groups == ["prefill", "decode"]
+    assert ray.groups == {"prefill-0": "id-a", "decode-0": "id-b", "decode-1": "id-a"}
     assert sorted(ray.actors) == ["decode-0", "decode-1", "prefill-0", "router"]
     assert ray.where["router"]["host"] == "id-a"
     group, index = ray.where["decode-1"]["bundle"]
-    assert (group.name, index) == ("decode", 1)
-    assert ray.asked == {"alpha": ["router", "prefill-0", "decode-0"], "beta": ["decode-1"]}
+    assert (group.name, index) == ("decode-1", 0)
+    assert ray.asked == {"alpha": ["router", "prefill-0", "decode-1"], "beta": ["decode-0"]}
     assert ray.actors["decode-1"]["name"] == "decode-1"
     assert ray.actors["decode-1"]["secret"] == SECRET.hex()
 
@@ -187,9 +88,9 @@ def test_too_little_room_is_refused_with_what_there_is() -> None:
     """At once where nobody could make room, else after ``placement_timeout_s``."""
     ray = FakeRay()
     assert "take 21 CPU" in problems_of(ray, TEXT.replace("replicas: 2", "replicas: 20"))[0]
-    assert ray.groups == []
+    assert ray.groups == {}
     ray.has_room = False
-    assert "no room for prefill, decode within 0.05 s" in problems_of(ray)[0]
+    assert "no room for prefill-0, decode-0, decode-1 within 0.05 s" in problems_of(ray)[0]
 
 
 def test_what_runs_is_adopted_and_what_is_missing_added() -> None:
@@ -204,7 +105,7 @@ def test_what_runs_is_adopted_and_what_is_missing_added() -> None:
     again = up(ray, secret=bytes(32), is_secret_given=False)
     assert again.is_adopted
     assert again.secret == SECRET
-    assert ray.asked == {"beta": ["decode-1"]}
+    assert ray.asked == {"alpha": ["decode-1"]}
     assert {name: ray.actors[name] for name in before} == before
     assert "decode-1" in ray.actors
     assert ray.ended == []
@@ -219,6 +120,10 @@ def test_another_configuration_or_secret_is_refused() -> None:
     first, *found = problems_of(ray, TEXT.replace("path: m", "path: n"))
     assert "`splitserve down c`" in first
     assert found == ["model.path: 'm' runs, 'n' is in the YAML"]
+    _, *found = problems_of(ray, TEXT.replace("replicas: 2", "replicas: 3"))
+    assert found == [
+        "decode.replicas: 2 runs, 3 is in the YAML; `splitserve scale decode 3` changes it"
+    ]
     (problem,) = problems_of(ray, secret=bytes(32))
     assert "has another cluster secret" in problem
 
