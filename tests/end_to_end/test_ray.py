@@ -34,7 +34,7 @@ prefill: &pool
   engine_args: {block_size: 32, max_model_len: 512}
   transfer: {transport: tcp}
   placement: {strategy: STRICT_SPREAD}
-decode: *pool
+decode: {<<: *pool, placement: {strategy: SPREAD}}
 cache: {tiers: [{type: cpu, capacity_bytes: 8 MiB}]}
 supervision: {drain_timeout_s: 1, stop_timeout_s: 2, restart_delay_s: 0.1}
 """
@@ -134,6 +134,7 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
         added = hosts.add()
         await on_ray.until(on_ray.is_whole)
         assert set(on_ray.addresses().values()) == {added, hosts.first}
+        await scale(on_ray, counts)
         kill([on_ray.pid(" router ")])
         right = counts["right"]
         await on_ray.until(lambda: counts["right"] > right + 20)
@@ -142,6 +143,29 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
     assert down.returncode == 0, down.stderr
     assert up.wait_for_end() == 0, up.output()
     on_ray.assert_nothing_is_left()
+
+
+async def scale(on_ray: OnRay, counts: dict[str, int]) -> None:
+    """Under load the decode pool gets a third node and loses it again, without an error; `up` on
+    another machine takes the cluster as it is, and the last node's room is given back.
+    """
+    errors = counts["errors"]
+    before = on_ray.incarnations()
+    grown = await asyncio.to_thread(on_ray.run, "scale", "decode", "3")
+    assert grown.returncode == 0, grown.stderr + grown.stdout
+    assert "decode-2 serves" in grown.stdout
+    again = await asyncio.to_thread(on_ray.run, "up", str(on_ray.config), "--detach", machine="two")
+    assert again.returncode == 0, again.stderr
+    assert [node["node"] for node in on_ray.status("two")["nodes"]] == [*NODES, "decode-2"]
+    assert set(on_ray.incarnations()) == {*NODES, "decode-2"}
+    right = counts["right"]
+    await on_ray.until(lambda: counts["right"] > right + 20)
+    shrunk = await asyncio.to_thread(on_ray.run, "scale", "decode", "2")
+    assert shrunk.returncode == 0, shrunk.stderr + shrunk.stdout
+    assert on_ray.incarnations() == before
+    assert counts["errors"] == errors
+    assert "decode-2" not in on_ray.hosts.actors(on_ray.name)
+    assert len(on_ray.hosts.groups()) == 3
 
 
 def test_what_a_host_lacks_is_refused_with_its_name(on_ray: OnRay) -> None:
