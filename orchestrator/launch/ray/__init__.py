@@ -5,8 +5,9 @@ named as the process is, in a namespace of the cluster. The actor is thin: it st
 that a person would start on that host (``splitserve node NAME``, ``router``, ``cache-server``),
 and dies when that dies, so that Ray starts it again, there or on another host. Placement groups
 reserve what nodes take. How many nodes there are is in every actor's order, and a change of that
-has a number (``Order.edition``): an actor that was away asks the others. No process here holds the cluster together: ``up`` may be killed, and run
-again from any host; it finds what runs by the names.
+has a number (``Order.edition``): an actor that was away asks the others. No process here holds the
+cluster together: ``up`` may be killed, and run again from any host; it finds what runs by the
+names.
 
 - ``order``: what an actor is told, and the YAML that its host reads (pure);
 - ``placement``: placement groups from the YAML, and whether a Ray cluster has room (pure);

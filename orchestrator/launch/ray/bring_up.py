@@ -26,11 +26,13 @@ from splitserve.orchestrator.launch.ray.order import (
     is_ours,
     newest,
     order_of,
+    router_names,
     sized,
     source_text,
     variables_of,
 )
 from splitserve.orchestrator.launch.ray.placement import (
+    RayHost,
     bundle_of,
     groups_of,
     growth_obstacles,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from splitserve.orchestrator.config import ClusterConfig
-    from splitserve.orchestrator.launch.ray.placement import Group, RayHost
+    from splitserve.orchestrator.launch.ray.placement import Group
     from splitserve.orchestrator.launch.ray.ray_cluster import RayCluster
 
 CLOCK_SKEW_LIMIT_S = 2.0
@@ -117,16 +119,16 @@ class _BringUp:
             self._sizes, edition = dict(self._wanted.sizes), edition + 1
         if problems := self._obstacles():
             raise ConfigError(problems)
-        router = self._router_host()
+        routers = self._router_hosts()
         order = msgspec.structs.replace(
-            self._order(run, router), sizes=self._sizes, edition=edition
+            self._order(run, routers), sizes=self._sizes, edition=edition
         )
-        hosted(order, router.address)  # What no host could read is refused here
+        hosted(order, order.router_hosts[0])  # What no host could read is refused here
         groups = groups_of(self._config, self._sizes)
         try:
             self._reserve(groups)
             places = self._places(groups)
-            self._check_hosts(order, router, places)
+            self._check_hosts(order, routers, places)
             if self._told:
                 self._teach(order)
         except (ConfigError, StartError):
@@ -134,7 +136,7 @@ class _BringUp:
                 for name in self._reserved:
                     self._cluster.release(name)
             raise
-        self._start(order, router, groups)
+        self._start(order, routers, groups)
         self._end_surplus(groups)
         return Brought(order, self._secret, bool(self._told))
 
@@ -271,13 +273,25 @@ class _BringUp:
             self._wanted.say(f"{name} runs on this Ray cluster already: {', '.join(self._names)}")
         return running.run
 
-    def _router_host(self) -> RayHost:
-        """Where the router runs, or shall run."""
-        running = self._told.get(ROUTER)
-        if running is not None:
-            for host in self._hosts.values():
-                if host.address == running.router_host:
-                    return host
+    def _router_hosts(self) -> dict[str, RayHost | str]:
+        """Where each router runs, or shall run. Nodes that run know the old addresses: while one of
+        several routers has its host, the others wait for theirs, of which the address is left.
+        """
+        names = router_names(self._config.router.replicas)
+        by_address = {host.address: host for host in self._hosts.values()}
+        if self._running is not None:
+            there = {
+                name: by_address.get(address, address)
+                for name, address in zip(names, self._running.router_hosts, strict=True)
+            }
+            if any(isinstance(host, RayHost) for host in there.values()):
+                for name, host in there.items():
+                    if isinstance(host, str):
+                        self._wanted.say(
+                            f"warning: {name} is lost with its host {host}; it starts when `up` is "
+                            "called again after a host of that address has joined"
+                        )
+                return there
         wish = (self._config.ray or RayConfig()).router
         fitting = [
             host
@@ -294,22 +308,26 @@ class _BringUp:
             )
         own = self._cluster.own_host_id()
         best = sorted(fitting, key=lambda host: (host.id != own, not host.is_head, host.id))
-        return best[0]
+        return {name: best[index % len(best)] for index, name in enumerate(names)}
 
-    def _order(self, run: str, router: RayHost) -> Order:
-        running = [o for o in self._told.values() if o.router_host == router.address]
+    def _order(self, run: str, routers: Mapping[str, RayHost | str]) -> Order:
+        hosts = tuple(h if isinstance(h, str) else h.address for h in routers.values())
+        running = [o for o in self._told.values() if o.router_hosts == hosts]
         port = running[0].router_port if running else self._config.router.port
         if port == 0:
-            port = self._cluster.on_host(router, free_port, limit_s=_CHECK_LIMIT_S)
+            first = next(host for host in routers.values() if isinstance(host, RayHost))
+            port = self._cluster.on_host(first, free_port, limit_s=_CHECK_LIMIT_S)
         is_in_files = self._config.security.secret_file is not None
+        variables = variables_of(self._config, self._wanted.environ)
         return Order(
             name=ROUTER,
             run=run,
             config=source_text(self._config),
-            router_host=router.address,
+            router_hosts=hosts,
             router_port=port,
             secret="" if is_in_files else self._secret.hex(),
-            **variables_of(self._config, self._wanted.environ),
+            router_environment=variables["router_environment"],
+            cache_environment=variables["cache_environment"],
         )
 
     def _places(self, groups: list[Group]) -> dict[str, str]:
@@ -346,13 +364,16 @@ class _BringUp:
                 )
             time.sleep(_POLL_S)
 
-    def _check_hosts(self, order: Order, router: RayHost, places: dict[str, str]) -> None:
+    def _check_hosts(
+        self, order: Order, routers: Mapping[str, RayHost | str], places: dict[str, str]
+    ) -> None:
         """Each host that gets something has what it needs. Raises ``ConfigError`` with everything
         that is wrong, each with its host.
         """
         new: dict[str, list[str]] = {}
-        wanted = {ROUTER, *self._node_names}
-        for name, host in [(ROUTER, router.id), *places.items()]:
+        wanted = {*routers, *self._node_names}
+        homes = {name: host.id for name, host in routers.items() if isinstance(host, RayHost)}
+        for name, host in [*homes.items(), *places.items()]:
             if name in wanted and name not in self._names:
                 new.setdefault(host, []).append(name)
         plain = msgspec.to_builtins(order)
@@ -382,20 +403,26 @@ class _BringUp:
                 "(chrony) on both"
             )
 
-    def _start(self, order: Order, router: RayHost, groups: list[Group]) -> None:
+    def _start(
+        self, order: Order, routers: Mapping[str, RayHost | str], groups: list[Group]
+    ) -> None:
         takes = (self._config.ray or RayConfig()).router.resources
-        here = self._told.get(ROUTER)
-        if here is not None and here.router_host != order.router_host:
-            self._end(ROUTER)
         plain = msgspec.to_builtins(order)
-        self._cluster.start(ROUTER, plain, self._config, host=router.id, takes=takes)
+        for name, host in routers.items():
+            if isinstance(host, str):
+                continue
+            here = self._told.get(name)
+            if here is not None and here.router_hosts != order.router_hosts:
+                self._end(name)
+            named = plain | {"name": name}
+            self._cluster.start(name, named, self._config, host=host.id, takes=takes)
         pools = {node.name: node.pool for node in nodes(sized(self._config, self._sizes))}
         for group in groups:
             for index, name in enumerate(group.nodes):
                 if name not in pools:
                     continue
                 told = self._told.get(name)
-                if told is not None and told.router_host != order.router_host:
+                if told is not None and told.router_hosts != order.router_hosts:
                     self._end(name)
                 self._cluster.start(
                     name,

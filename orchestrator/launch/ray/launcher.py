@@ -11,7 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.orchestrator.agent.auth import operator_token
-from splitserve.orchestrator.config import ConfigError, dump_resolved, nodes, shared_secret
+from splitserve.orchestrator.config import (
+    ConfigError,
+    dump_resolved,
+    nodes,
+    router_urls,
+    shared_secret,
+)
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
@@ -20,7 +26,7 @@ from splitserve.orchestrator.launch.children import cancel
 from splitserve.orchestrator.launch.ray.bring_up import Wanted, bring_up
 from splitserve.orchestrator.launch.ray.host_process import status_of
 from splitserve.orchestrator.launch.ray.keeper import CACHE_PREFIX
-from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, is_ours, router_url_of, sized
+from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, is_ours, router_names, sized
 from splitserve.orchestrator.launch.ray.ray_cluster import (
     SilentActorError,
     connect,
@@ -61,7 +67,7 @@ class RayLauncher:
         self.files = files
         self.run = run
         self.urls: tuple[str, ...] = ()
-        """Of the router, once it is known where that runs."""
+        """Of the routers, once it is known where they run."""
         self.is_adopted = False
         self.logs = f"on each host, in {logs_of(config)}"
         self._secret = secret
@@ -94,8 +100,15 @@ class RayLauncher:
         for node in nodes(self.config):
             report = self._reports.get(node.name)
             found[node.name] = status_of(report) if report is not None else None
+        names = self._router_names
+        states = dict(
+            zip(names, await asyncio.gather(*map(self._router_state, names)), strict=True)
+        )
         return ClusterStatus(
-            router=await self._router_state(), nodes=found, cache=self._cache_state()
+            router=states.pop(ROUTER),
+            more_routers=states,
+            nodes=found,
+            cache=self._cache_state(),
         )
 
     def failure(self) -> StartError | None:
@@ -114,10 +127,11 @@ class RayLauncher:
         """See ``Launcher``."""
         if (lost := self._lost()) is not None:
             return lost
-        router = self._reports.get(ROUTER)
-        if router is not None and router["state"] == "failed":
-            return _failure_of(ROUTER, router)
-        if self._names and ROUTER not in self._names:
+        routers = [self._reports.get(name) for name in self._router_names]
+        failed = [r for r in routers if r is not None and r["state"] == "failed"]
+        if len(failed) == len(routers):
+            return _failure_of(ROUTER, failed[0])
+        if self._names and not self._names & set(self._router_names):
             return StartError(
                 "the router's actor has ended: its host is lost, or Ray has started it "
                 f"{self.config.supervision.restart_limit} times (supervision.restart_limit); run "
@@ -202,8 +216,7 @@ class RayLauncher:
         self.run, self._secret = brought.order.run, brought.secret
         self.config = sized(self.config, brought.order.sizes)
         self._edition = brought.order.edition
-        config = hosted(brought.order, brought.order.router_host)
-        self.urls = (router_url_of(config, brought.order),)
+        self.urls = router_urls(hosted(brought.order, brought.order.router_hosts[0]))
         self.files.begin_run(dump_resolved(self.config), operator_token(self._secret))
 
     def _lost(self) -> StartError | None:
@@ -248,11 +261,17 @@ class RayLauncher:
                     self._noted.add(line)
                     self._say(line)
 
-    async def _router_state(self) -> str:
-        report = self._reports.get(ROUTER)
+    @property
+    def _router_names(self) -> list[str]:
+        return router_names(self.config.router.replicas)
+
+    async def _router_state(self, name: str) -> str:
+        report = self._reports.get(name)
         if report is not None and report["state"] in ("failed", "dead"):
             return str(report["state"])
-        return await router_health(self.urls[0], self._tls) if self.urls else "starting"
+        if not self.urls:
+            return "starting"
+        return await router_health(self.urls[self._router_names.index(name)], self._tls)
 
     def _cache_state(self) -> str:
         """The worst of all hosts that have nodes."""

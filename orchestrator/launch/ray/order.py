@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from splitserve.orchestrator.config import parse
-from splitserve.orchestrator.config.nodes import POOLS, bracketed, scheme_of
+from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.config.ray_checks import WILDCARDS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     """
 
     name: str
-    """``router``, ``cache``, or the node's name."""
+    """``router``, ``router-1``, ..., ``cache``, or the node's name."""
     run: str
     """Marker in the environment of every process of the cluster."""
     config: str
@@ -42,9 +42,10 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     """Which of several orders of a run counts: the one with the highest. Each change of the sizes
     makes another.
     """
-    router_host: str
-    """Address of the router's host in the Ray cluster."""
+    router_hosts: tuple[str, ...]
+    """Address of each router's host in the Ray cluster."""
     router_port: int
+    """Of the first router on each host; another one there has the next."""
     secret: str = ""
     """The cluster secret in hexadecimal; empty where each host reads ``security.secret_file``."""
     router_environment: dict[str, str] = {}
@@ -59,7 +60,14 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def kind(self) -> str:
         """``router``, ``cache`` or ``node``."""
-        return self.name if self.name in (ROUTER, CACHE) else "node"
+        if ROUTER_NAME.fullmatch(self.name):
+            return ROUTER
+        return CACHE if self.name == CACHE else "node"
+
+    @property
+    def router_index(self) -> int:
+        """Which of the routers a process of that kind is."""
+        return router_names(len(self.router_hosts)).index(self.name)
 
 
 def sized(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig:
@@ -108,10 +116,9 @@ def order_of(plain: dict[str, Any]) -> Order:
     return msgspec.convert(plain, Order)
 
 
-def router_url_of(config: ClusterConfig, order: Order) -> str:
-    """Where nodes and operators reach the router."""
-    host = config.router.advertise_host or order.router_host
-    return f"{scheme_of(config)}://{bracketed(host)}:{order.router_port}"
+def router_names(count: int) -> list[str]:
+    """Of the actors of so many routers."""
+    return [f"{ROUTER}-{index}" if index else ROUTER for index in range(count)]
 
 
 def hosted(order: Order, host: str, gpus: tuple[int, ...] = ()) -> ClusterConfig:
@@ -123,9 +130,14 @@ def hosted(order: Order, host: str, gpus: tuple[int, ...] = ()) -> ClusterConfig
     data.pop("launcher", None)
     data.pop("ray", None)
     router = data.setdefault("router", {})
-    listens = config.router.host if config.router.host in WILDCARDS else order.router_host
-    advertised = config.router.advertise_host or order.router_host
-    router |= {"host": listens, "port": order.router_port, "advertise_host": advertised}
+    first, *others = order.router_hosts
+    router |= {"port": order.router_port}
+    if others:  # Where each listens is said at its start
+        router.pop("host", None)
+        router |= {"hosts": list(order.router_hosts), "replicas": len(order.router_hosts)}
+    else:
+        listens = config.router.host if config.router.host in WILDCARDS else first
+        router |= {"host": listens, "advertise_host": config.router.advertise_host or first}
     for pool in POOLS:
         _host_pool(pool, config, data, host, gpus)
     data["allow_shared_devices"] = True

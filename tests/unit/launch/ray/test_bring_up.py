@@ -30,7 +30,7 @@ def test_everything_is_placed_and_told_where_the_router_is() -> None:
     ray = FakeRay()
     brought = up(ray)
     assert not brought.is_adopted
-    assert (brought.order.router_host, brought.order.router_port) == ("10.0.0.1", 8123)
+    assert (brought.order.router_hosts, brought.order.router_port) == (("10.0.0.1",), 8123)
     assert ray.groups == {"prefill-0": "id-a", "decode-0": "id-b", "decode-1": "id-a"}
     assert sorted(ray.actors) == ["decode-0", "decode-1", "prefill-0", "router"]
     assert ray.where["router"]["host"] == "id-a"
@@ -52,7 +52,7 @@ def test_the_router_goes_where_labels_say() -> None:
     """A label that no host has is refused."""
     ray = FakeRay()
     wish = "ray: {router: {label_selector: {rack: '2'}}, "
-    assert up(ray, TEXT.replace("ray: {", wish)).order.router_host == "10.0.0.2"
+    assert up(ray, TEXT.replace("ray: {", wish)).order.router_hosts == ("10.0.0.2",)
     wrong = TEXT.replace("ray: {", wish.replace("'2'", "'3'"))
     assert "none of the 2 hosts" in problems_of(FakeRay(), wrong)[0]
 
@@ -147,14 +147,42 @@ def test_a_router_whose_host_is_lost_moves_and_takes_the_nodes_along() -> None:
         name="router",
         run="run-0",
         config=source_text(parse(TEXT)),
-        router_host="10.0.0.9",
+        router_hosts=("10.0.0.9",),
         router_port=8123,
         secret=SECRET.hex(),
     )
     plain = msgspec.to_builtins(lost)
     ray.actors = {"prefill-0": plain | {"name": "prefill-0"}}
     brought = up(ray)
-    assert brought.order.router_host == "10.0.0.1"
+    assert brought.order.router_hosts == ("10.0.0.1",)
     assert brought.order.run == "run-0"
     assert ray.ended == ["prefill-0"]
-    assert ray.actors["prefill-0"]["router_host"] == "10.0.0.1"
+    assert ray.actors["prefill-0"]["router_hosts"] == ("10.0.0.1",)
+
+
+TWO_ROUTERS = TEXT.replace("port: 0", "port: 0, replicas: 2")
+
+
+def test_routers_go_to_different_hosts() -> None:
+    """The first where one alone would; everybody knows both."""
+    ray = FakeRay()
+    brought = up(ray, TWO_ROUTERS)
+    assert brought.order.router_hosts == ("10.0.0.1", "10.0.0.2")
+    assert (ray.where["router"]["host"], ray.where["router-1"]["host"]) == ("id-a", "id-b")
+    assert ray.actors["router-1"]["name"] == "router-1"
+    assert ray.asked["beta"] == ["router-1", "decode-0"]
+    assert {actor["router_hosts"] for actor in ray.actors.values()} == {("10.0.0.1", "10.0.0.2")}
+
+
+def test_a_router_that_lost_its_host_keeps_its_address_while_another_serves() -> None:
+    """Nodes that run would have to end to know another one."""
+    ray, said = FakeRay(), list[str]()
+    up(ray, TWO_ROUTERS)
+    for name, plain in ray.actors.items():
+        ray.actors[name] = {**plain, "router_hosts": ("10.0.0.1", "10.0.0.9")}
+    del ray.actors["router-1"]
+    brought = up(ray, TWO_ROUTERS, say=said.append)
+    assert brought.order.router_hosts == ("10.0.0.1", "10.0.0.9")
+    assert ray.ended == []
+    assert "router-1" not in ray.actors
+    assert any("router-1 is lost with its host 10.0.0.9" in line for line in said)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from splitserve.orchestrator.config import nodes, parse
+from splitserve.orchestrator.config import nodes, parse, router_urls
 from splitserve.orchestrator.launch.ray.order import (
     Order,
     differences,
     hosted,
     newest,
     order_of,
-    router_url_of,
     source_text,
     variables_of,
     yaml_of,
@@ -29,11 +30,13 @@ security: {api_keys: [{tenant: a, key_env: KEY_OF_A}]}
 """
 
 
-def order(text: str = TEXT, **more: str) -> Order:
+def order(text: str = TEXT, **more: Any) -> Order:
     """For prefill-0."""
     config = source_text(parse(text))
-    place = {"router_host": "10.0.0.1", "router_port": 8123}
-    return Order(name="prefill-0", run="r", config=config, **place, **more)
+    hosts = ("10.0.0.1",)
+    return Order(
+        name="prefill-0", run="r", config=config, router_hosts=hosts, router_port=8123, **more
+    )
 
 
 def test_a_host_sees_its_own_address_and_devices() -> None:
@@ -47,7 +50,7 @@ def test_a_host_sees_its_own_address_and_devices() -> None:
     assert config.prefill.cpus == [[0, 1, 2, 3]] * 2
     assert config.decode.gpus == [[3, 5]]
     assert (config.router.host, config.router.port) == ("10.0.0.1", 8123)
-    assert router_url_of(config, order()) == "http://10.0.0.1:8123"
+    assert router_urls(config) == ("http://10.0.0.1:8123",)
 
 
 def test_a_wildcard_stays_one() -> None:
@@ -78,6 +81,21 @@ def test_differences_name_each_key_with_both_values() -> None:
         "prefill.replicas: 2 runs, 3 is in the YAML; `splitserve scale prefill 3` changes it",
         "router.port: 0 runs, nothing is in the YAML",
     ]
+
+
+def test_several_routers_have_the_addresses_of_their_hosts() -> None:
+    """Two on one host have ports side by side; nodes know all of them."""
+    text = TEXT.replace("router: {port: 0}", "router: {replicas: 3, port: 8123, host: 0.0.0.0}")
+    places = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
+    told = msgspec.structs.replace(order(text), router_hosts=places, name="router-2")
+    assert (told.kind, told.router_index) == ("router", 2)
+    config = hosted(told, "10.0.0.1")
+    assert parse(yaml_of(config)) == config
+    assert router_urls(config) == (
+        "http://10.0.0.1:8123",
+        "http://10.0.0.2:8123",
+        "http://10.0.0.1:8124",
+    )
 
 
 @pytest.mark.parametrize(("replicas", "is_equal"), [(2, True), (3, True), (4, False)])
