@@ -27,7 +27,8 @@ class ClusterStatus:
     """One look at a cluster."""
 
     router: str
-    """``starting``, ``waits for nodes``, ``ready``, ``dead`` (waits for a restart) or ``failed``.
+    """``starting``, ``waits for nodes``, ``ready``, ``dead`` (waits for a restart), ``failed``, or
+    ``lost`` (of several, with its host).
     """
     nodes: dict[str, NodeStatus | None]
     """By node name; None before its agent has spoken."""
@@ -40,9 +41,13 @@ class ClusterStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the routers answer and use every node, and the cache can be used."""
+        """Whether the routers that are not lost answer and use every node, and the cache can be
+        used.
+        """
+        routers = {self.router, *self.more_routers.values()}
         return (
-            all(router == "ready" for router in (self.router, *self.more_routers.values()))
+            "ready" in routers
+            and routers <= {"ready", "lost"}
             and self.cache in ("", "ready")
             and all(
                 status is not None

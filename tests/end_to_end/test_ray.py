@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -27,7 +28,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 CLUSTER = """
 engine: mock
 model: {path: mock}
-router: {port: 0, queue_timeout_s: 10}
+router: {port: 0, replicas: 2, queue_timeout_s: 10}
 prefill: &pool
   replicas: 2
   kv_cache_bytes: 4 MiB
@@ -115,7 +116,8 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(on_ray: OnRa
     assert "runs on this Ray cluster already" in up.output()
     before = on_ray.incarnations()
     assert set(before) == set(NODES)
-    url = on_ray.status()["url"]
+    url, spare = (router["url"] for router in on_ray.status()["routers"])
+    assert {urlsplit(url).hostname, urlsplit(spare).hostname} == set(hosts.addresses)
     other = on_ray.yaml(CLUSTER.replace("block_size: 32", "block_size: 64"), hosts.address)
     refused = on_ray.run("up", str(other), machine="two")
     assert refused.returncode == 2, refused.stdout + refused.stderr
@@ -155,7 +157,8 @@ async def scale(on_ray: OnRay, counts: dict[str, int]) -> None:
     assert grown.returncode == 0, grown.stderr + grown.stdout
     assert "decode-2 serves" in grown.stdout
     again = await asyncio.to_thread(on_ray.run, "up", str(on_ray.config), "--detach", machine="two")
-    assert again.returncode == 0, again.stderr
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "router-1 is lost with its host" in again.stdout
     assert [node["node"] for node in on_ray.status("two")["nodes"]] == [*NODES, "decode-2"]
     assert set(on_ray.incarnations()) == {*NODES, "decode-2"}
     right = counts["right"]

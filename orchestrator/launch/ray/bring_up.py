@@ -85,6 +85,8 @@ class Brought:
     secret: bytes
     is_adopted: bool
     """Something of it was there before."""
+    lost_routers: frozenset[str]
+    """Those of several that wait for their host."""
 
 
 def bring_up(cluster: RayCluster, wanted: Wanted) -> Brought:
@@ -138,7 +140,8 @@ class _BringUp:
             raise
         self._start(order, routers, groups)
         self._end_surplus(groups)
-        return Brought(order, self._secret, bool(self._told))
+        lost = frozenset(name for name, host in routers.items() if isinstance(host, str))
+        return Brought(order, self._secret, bool(self._told), lost)
 
     @property
     def _node_names(self) -> list[str]:

@@ -269,8 +269,10 @@ class RayLauncher:
         report = self._reports.get(name)
         if report is not None and report["state"] in ("failed", "dead"):
             return str(report["state"])
-        if not self.urls:
+        if self._brought is None:
             return "starting"
+        if name in self._brought.lost_routers:
+            return "lost"
         return await router_health(self.urls[self._router_names.index(name)], self._tls)
 
     def _cache_state(self) -> str:

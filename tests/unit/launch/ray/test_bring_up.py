@@ -185,4 +185,5 @@ def test_a_router_that_lost_its_host_keeps_its_address_while_another_serves() ->
     assert brought.order.router_hosts == ("10.0.0.1", "10.0.0.9")
     assert ray.ended == []
     assert "router-1" not in ray.actors
+    assert brought.lost_routers == {"router-1"}
     assert any("router-1 is lost with its host 10.0.0.9" in line for line in said)
