@@ -98,13 +98,13 @@ class Bare:
 
     def __init__(self, store: Any, chunks: Chunks, chunks_per_call: int) -> None:
         self._store, self._names = store, chunks.names
-        self._step = chunks_per_call
+        self._chunks_per_call = chunks_per_call
         self._written = _places(chunks.written)
         self._read = _places(chunks.read)
 
     def write(self) -> None:
         addresses, sizes = self._written
-        for part in self._parts():
+        for part in self._parts(self._chunks_per_call):
             done = self._store.batch_put_from_multi_buffers(
                 self._names[part], addresses[part], sizes[part]
             )
@@ -112,7 +112,7 @@ class Bare:
 
     def read(self) -> None:
         addresses, sizes = self._read
-        for part in self._parts():
+        for part in self._parts(min(self._chunks_per_call, READ_BATCH_LIMIT)):
             done = self._store.batch_get_into_multi_buffers(
                 self._names[part], addresses[part], sizes[part]
             )
@@ -121,9 +121,8 @@ class Bare:
     def remove(self) -> None:
         self._store.batch_remove(self._names, True)
 
-    def _parts(self) -> list[slice]:
-        starts = range(0, len(self._names), self._step)
-        return [slice(start, start + self._step) for start in starts]
+    def _parts(self, step: int) -> list[slice]:
+        return [slice(start, start + step) for start in range(0, len(self._names), step)]
 
 
 class OfTier:

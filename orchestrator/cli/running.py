@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from splitserve.orchestrator.launch.base import Launcher
-    from splitserve.orchestrator.launch.files import ScaleOrder
     from splitserve.orchestrator.launch.plan import Plan
 
 _POLL_S = 0.25
@@ -150,7 +149,11 @@ class _Run:
         """The commands on this machine find the cluster."""
         url, *more = self._launcher.urls
         self._record = msgspec.structs.replace(
-            self._record, url=url, more_urls=tuple(more), run=self._launcher.run
+            self._record,
+            url=url,
+            more_urls=tuple(more),
+            run=self._launcher.run,
+            nodes=tuple(node.name for node in nodes(self._launcher.config)),
         )
         self._files.write_record(self._record)
         self._is_recorded = True
@@ -199,7 +202,7 @@ class _Run:
     async def _show(self) -> None:
         self._note("serving")
         status = await self._launcher.status()
-        print_endpoints(self._console, self._plan.config, self._launcher.urls, status)
+        print_endpoints(self._console, self._launcher.config, self._launcher.urls, status)
         self._console.print(f"logs: {self._launcher.logs}", highlight=False, soft_wrap=True)
 
     async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
@@ -225,26 +228,38 @@ class _Run:
         while not self._stop.is_set():
             if (failure := self._launcher.broken()) is not None:
                 raise failure
-            if (order := self._files.take_scale_order()) is not None:
-                await self._scale(order)
+            await self._scale_if_asked()
+            self._note_nodes()
             if self._launcher.urls != (self._record.url, *self._record.more_urls):
                 self._record_run()
             await self._pause(_WATCH_S)
 
-    async def _scale(self, order: ScaleOrder) -> None:
-        """The cluster has the size that was asked for, or the answer says why not."""
+    async def _scale_if_asked(self) -> None:
+        """The cluster has the size that was asked for, or the answer says why not. A cluster on Ray
+        is scaled by the command itself, which needs no ``up``.
+        """
+        launcher = self._launcher
+        if not isinstance(launcher, LocalLauncher):
+            return
+        if (order := self._files.take_scale_order()) is None:
+            return
         problems: tuple[str, ...] = ()
         try:
             found = scaled(
-                self._launcher.config, order.pool, order.replicas, cpus=order.cpus, gpus=order.gpus
+                launcher.config, order.pool, order.replicas, cpus=order.cpus, gpus=order.gpus
             )
-            await self._launcher.resize(found.config)
-            names = tuple(node.name for node in nodes(found.config))
-            self._record = msgspec.structs.replace(self._record, nodes=names)
-            self._files.write_record(self._record)
+            await launcher.resize(found.config)
+            self._note_nodes()
         except ConfigError as error:
             problems = tuple(error.problems)
         self._files.answer_scale(ScaleAnswer(ticket=order.ticket, problems=problems))
+
+    def _note_nodes(self) -> None:
+        """The record names the nodes that the cluster has now."""
+        names = tuple(node.name for node in nodes(self._launcher.config))
+        if names != self._record.nodes:
+            self._record = msgspec.structs.replace(self._record, nodes=names)
+            self._files.write_record(self._record)
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import time
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from splitserve.orchestrator.launch.files import ScaleAnswer, ScaleOrder, Scalin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from splitserve.orchestrator.launch.files import ClusterRecord
 
 ANSWER_LIMIT_S = 30.0
 """For `up` to take the order, beside what it waits for processes to end."""
@@ -91,9 +94,7 @@ def scale(
         lock = scaling.files.scale_lock()
     except ScalingError as error:
         raise RefusedError(str(error)) from None
-    with lock:
-        # What another one has changed until now counts
-        scaling = Scaling(name_of(cluster), timeout_s, force=force)
+    with lock, closing(_scaling(scaling.record, cluster, timeout_s, force=force)) as scaling:
         scaling.check_phase()
         found = scaling.planned(pool, nodes, cpus, gpus)
         if not (found.new or found.gone):
@@ -107,12 +108,26 @@ def scale(
         scaling.wait_for_new(pool, found.new)
 
 
+def _scaling(
+    record: ClusterRecord, cluster: str | None, timeout_s: float | None, *, force: bool
+) -> Scaling:
+    """The cluster as it is now, whatever another one has changed until now."""
+    if record.launcher == "ray":
+        from splitserve.orchestrator.cli.scale_on_ray import ScalingOnRay
+
+        return ScalingOnRay(name_of(cluster), timeout_s, force=force)
+    return Scaling(name_of(cluster), timeout_s, force=force)
+
+
 class Scaling(Departures):
     """One running cluster that gets another size."""
 
+    def close(self) -> None:
+        """Nothing is held any more."""
+
     def check_launcher(self, pool: str, replicas: int) -> None:
         """Raises ``RefusedError`` for a cluster whose nodes are started by somebody else."""
-        if self.record.launcher == "local":
+        if self.record.launcher in ("local", "ray"):
             return
         yaml, node = shlex.quote(self.record.source), f"{pool}-{max(1, replicas) - 1}"
         raise RefusedError(
@@ -202,16 +217,22 @@ class Scaling(Departures):
             began = time.monotonic()
             while not self.nodes().get(name, {}).get("is_usable"):
                 status = self.status(name)
+                if failure := self.failure(name, status):
+                    raise StartError(
+                        f"{name} does not come up: {failure}",
+                        (f"`splitserve scale {pool} {name.rpartition('-')[2]}` removes it",),
+                    )
                 if status is not None:
-                    if status.phase == "failed" or status.refused:
-                        raise StartError(
-                            f"{name} does not come up: {stage_of(status)}",
-                            (f"`splitserve scale {pool} {name.rpartition('-')[2]}` removes it",),
-                        )
                     self.say(name, stage_of(status))
                 self.pause(end, f"{name} does not serve in time")
             pinned = self._cpus_of(name)
             click.echo(f"{name} serves{pinned} (after {time.monotonic() - began:.1f} s)")
+
+    def failure(self, name: str, status: Any) -> str:
+        """Why a new node will not come up, as far as it is known; empty while it may."""
+        if status is not None and (status.phase == "failed" or status.refused):
+            return stage_of(status)
+        return ""
 
     def _cpus_of(self, name: str) -> str:
         pool, _, index = name.rpartition("-")

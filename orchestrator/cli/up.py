@@ -221,7 +221,8 @@ def _facts(files: ClusterFiles, record: ClusterRecord) -> dict[str, Any]:
     router = next((status for status in routers.values() if status), {})
     if record.launcher == "ray" and not router:
         running = False
-    nodes = [_node_status(files, record, router, name) for name in record.nodes if running]
+    names = _names(record, router) if running else ()
+    nodes = [_node_status(files, record, router, name) for name in names]
     return {
         "name": record.name,
         "running": running,
@@ -255,6 +256,15 @@ def _phase_of_silence(record: ClusterRecord) -> str:
     if record.launcher == "ray":
         return "the router does not answer"
     return "ended without stopping"
+
+
+def _names(record: ClusterRecord, router: dict[str, Any]) -> list[str]:
+    """The nodes that this machine was told of, and on Ray those that the router has heard of since
+    another machine has scaled the cluster.
+    """
+    heard = {*router.get("nodes", ()), *router.get("loading", ())}
+    more = heard - set(record.nodes) if record.launcher == "ray" else ()
+    return [*record.nodes, *sorted(more)]
 
 
 def _node_status(

@@ -41,6 +41,17 @@ def _keys_of_one_machine(config: ClusterConfig) -> Iterator[str]:
                 f"{key}: {host}, but with `launcher: ray` each process listens on the address of "
                 "its host in the Ray cluster; leave it out, or use 0.0.0.0 for all addresses"
             )
+    router = config.router
+    if router.hosts is not None:
+        yield (
+            "router.hosts: Ray decides on which hosts routers run; choose them with "
+            "ray.router.label_selector"
+        )
+    if router.replicas > 1 and router.advertise_host:
+        yield (
+            f"router.advertise_host: one address for router.replicas: {router.replicas}, and with "
+            "`launcher: ray` each is found at the address of its host; leave it out"
+        )
     for pool in POOLS:
         settings = config.pool(pool)
         for key, instead in (

@@ -45,15 +45,15 @@ class PlacementConfig(Section):
 
 
 class RayRouterConfig(Section):
-    """On which host of the Ray cluster the router runs."""
+    """On which hosts of the Ray cluster routers run, each on another one while there are enough."""
 
     label_selector: dict[str, str] = Field(default={})
-    """Labels that the host must have. Without any it is the host on which `up` is run, or Ray's
-    head where that is no host of the Ray cluster.
+    """Labels that the host must have. The first router runs on the host on which `up` is run, or on
+    Ray's head where that is no host of the Ray cluster, if that host has them.
     """
 
     resources: dict[str, Amount] = Field(default={})
-    """Custom resources of Ray that the router takes, by name."""
+    """Custom resources of Ray that a router takes, by name."""
 
 
 class RayConfig(Section):
@@ -77,7 +77,7 @@ class RayConfig(Section):
     """
 
     router: RayRouterConfig = RayRouterConfig()
-    """Where the router runs."""
+    """Where routers run."""
 
     placement_timeout_s: Seconds = 60.0
     """Seconds that `up` waits for room that the Ray cluster has but others use at the moment."""

@@ -27,7 +27,8 @@ class ClusterStatus:
     """One look at a cluster."""
 
     router: str
-    """``starting``, ``waits for nodes``, ``ready``, ``dead`` (waits for a restart) or ``failed``.
+    """``starting``, ``waits for nodes``, ``ready``, ``dead`` (waits for a restart), ``failed``, or
+    ``lost`` (of several, with its host).
     """
     nodes: dict[str, NodeStatus | None]
     """By node name; None before its agent has spoken."""
@@ -40,9 +41,13 @@ class ClusterStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the routers answer and use every node, and the cache can be used."""
+        """Whether the routers that are not lost answer and use every node, and the cache can be
+        used.
+        """
+        routers = {self.router, *self.more_routers.values()}
         return (
-            all(router == "ready" for router in (self.router, *self.more_routers.values()))
+            "ready" in routers
+            and routers <= {"ready", "lost"}
             and self.cache in ("", "ready")
             and all(
                 status is not None
@@ -57,6 +62,8 @@ class ClusterStatus:
 class Launcher(Protocol):
     """Holds the processes of one cluster."""
 
+    config: ClusterConfig
+    """With the replicas that the pools have now."""
     urls: tuple[str, ...]
     """Of the routers, in their order; empty while they are not known."""
     run: str
@@ -76,14 +83,6 @@ class Launcher(Protocol):
 
     def failure(self) -> StartError | None:
         """Why the cluster cannot become ready (or whole again), None while it can."""
-
-    async def resize(self, config: ClusterConfig) -> None:
-        """The cluster is that of ``config``, which differs from the one so far in the replicas of
-        its pools and what each of them has: agents of new nodes have been started; nodes that it
-        does not have, drained before, are gone with all their processes, and are no part of
-        ``status``. What starts from now on, the router too, knows the new one. Raises
-        ``ConfigError`` when it cannot be, and then nothing has changed.
-        """
 
     def broken(self) -> StartError | None:
         """Why a cluster that served cannot serve any more: every router, or every node of a role,

@@ -155,7 +155,12 @@ class LocalLauncher:
         return None
 
     async def resize(self, config: ClusterConfig) -> None:
-        """See ``Launcher``."""
+        """The cluster is that of ``config``, which differs from the one so far in the replicas of
+        its pools and what each of them has: agents of new nodes have been started; nodes that it
+        does not have, drained before, are gone with all their processes, and are no part of
+        ``status``. What starts from now on, the router too, knows the new one. Raises
+        ``ConfigError`` when it cannot be, and then nothing has changed.
+        """
         names = [node.name for node in nodes(config)]
         new = [name for name in names if name not in self._agents]
         problems = taken_ports(config, new)

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -29,14 +30,14 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 CLUSTER = """
 engine: mock
 model: {path: mock}
-router: {port: 0, queue_timeout_s: 10}
+router: {port: 0, replicas: 2, queue_timeout_s: 10}
 prefill: &pool
   replicas: 2
   kv_cache_bytes: 4 MiB
   engine_args: {block_size: 32, max_model_len: 512}
   transfer: {transport: tcp}
   placement: {strategy: STRICT_SPREAD}
-decode: *pool
+decode: {<<: *pool, placement: {strategy: SPREAD}}
 cache: {tiers: [{type: cpu, capacity_bytes: 8 MiB}]}
 supervision: {drain_timeout_s: 1, stop_timeout_s: 2, restart_delay_s: 0.1}
 """
@@ -119,7 +120,8 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(
     assert "runs on this Ray cluster already" in up.output()
     before = on_ray.incarnations()
     assert set(before) == set(NODES)
-    url = on_ray.status()["url"]
+    url, spare = (router["url"] for router in on_ray.status()["routers"])
+    assert {urlsplit(url).hostname, urlsplit(spare).hostname} == set(hosts.addresses)
     other = on_ray.yaml(CLUSTER.replace("block_size: 32", "block_size: 64"), hosts.address)
     refused = on_ray.run("up", str(other), machine="two")
     assert refused.returncode == 2, refused.stdout + refused.stderr
@@ -139,6 +141,7 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(
         added = hosts.add()
         await on_ray.until(on_ray.is_whole)
         assert set(on_ray.addresses().values()) == {added, hosts.first}
+        await scale(on_ray, counts)
         lost_requests = counts["errors"]
         kill([on_ray.pid(" router ")])
         right = counts["right"]
@@ -167,6 +170,30 @@ def assert_nobody_tells_the_secret(on_ray: OnRay) -> None:
                 looked_at += 1
                 assert secret.encode() not in path.read_bytes(), path
     assert looked_at > 20
+
+
+async def scale(on_ray: OnRay, counts: dict[str, int]) -> None:
+    """Under load the decode pool gets a third node and loses it again, without an error; `up` on
+    another machine takes the cluster as it is, and the last node's room is given back.
+    """
+    errors = counts["errors"]
+    before = on_ray.incarnations()
+    grown = await asyncio.to_thread(on_ray.run, "scale", "decode", "3")
+    assert grown.returncode == 0, grown.stderr + grown.stdout
+    assert "decode-2 serves" in grown.stdout
+    again = await asyncio.to_thread(on_ray.run, "up", str(on_ray.config), "--detach", machine="two")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "router-1 is lost with its host" in again.stdout
+    assert [node["node"] for node in on_ray.status("two")["nodes"]] == [*NODES, "decode-2"]
+    assert set(on_ray.incarnations()) == {*NODES, "decode-2"}
+    right = counts["right"]
+    await on_ray.until(lambda: counts["right"] > right + 20)
+    shrunk = await asyncio.to_thread(on_ray.run, "scale", "decode", "2")
+    assert shrunk.returncode == 0, shrunk.stderr + shrunk.stdout
+    assert on_ray.incarnations() == before
+    assert counts["errors"] == errors
+    assert "decode-2" not in on_ray.hosts.actors(on_ray.name)
+    assert len(on_ray.hosts.groups()) == 3
 
 
 def test_what_a_host_lacks_is_refused_with_its_name(on_ray: OnRay) -> None:

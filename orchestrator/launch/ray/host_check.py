@@ -13,7 +13,7 @@ import ray
 
 from splitserve.kv_transfer.channel import SECRET_FILE_ENV, mac
 from splitserve.orchestrator.agent.processes import marked
-from splitserve.orchestrator.config import SECRET_ENV, ConfigError, shared_secret
+from splitserve.orchestrator.config import SECRET_ENV, ConfigError, for_router, shared_secret
 from splitserve.orchestrator.launch.checks.subject import Subject
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.paths import (
@@ -24,7 +24,13 @@ from splitserve.orchestrator.launch.paths import (
 from splitserve.orchestrator.launch.ports import free_run
 from splitserve.orchestrator.launch.preflight import findings
 from splitserve.orchestrator.launch.ray.host_process import host_folder
-from splitserve.orchestrator.launch.ray.order import Order, hosted, order_of
+from splitserve.orchestrator.launch.ray.order import (
+    ROUTER,
+    Order,
+    hosted,
+    order_of,
+    router_names,
+)
 from splitserve.orchestrator.observe.own_version import own_version
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ _SECRET_MARK = "host of a Ray cluster"
 
 
 def check_host(plain: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """What this host says of itself, and what keeps ``names`` (nodes, ``router``) from running
+    """What this host says of itself, and what keeps ``names`` (nodes and routers) from running
     here.
     """
     order = order_of(plain)
@@ -88,6 +94,13 @@ def _environ(order: Order) -> dict[str, str]:
 
 def _problems(config: ClusterConfig, environ: dict[str, str], names: list[str]) -> Iterable[str]:
     filled = with_log_dir(with_profile_path(with_cache_paths(config)))
-    subject = Subject(filled, environ, here=frozenset(names))
-    for finding, _ in findings(subject):
-        yield from finding.failures
+    routers = router_names(config.router.replicas)
+    here = [n for n in names if n not in routers]
+    subjects = [Subject(filled, environ, here=frozenset(here))] if here else []
+    for name in (name for name in names if name in routers):
+        own = for_router(filled, routers.index(name))
+        subjects.append(Subject(own, environ, here=frozenset({ROUTER})))
+    found = [
+        problem for s in subjects for finding, _ in findings(s) for problem in finding.failures
+    ]
+    return dict.fromkeys(found)

@@ -24,7 +24,8 @@ from splitserve.kv_transfer.channel import SECRET_FILE_ENV
 from splitserve.orchestrator.agent.agent import EXIT_ENGINE_FAILED, EXIT_STOPPED
 from splitserve.orchestrator.agent.processes import NODE_MARKER_ENV, RUN_MARKER_ENV
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status, status_path
-from splitserve.orchestrator.config import SECRET_ENV, ConfigError
+from splitserve.orchestrator.config import SECRET_ENV, ConfigError, parse, router_urls
+from splitserve.orchestrator.config.ray_checks import WILDCARDS
 from splitserve.orchestrator.launch.child_logs import bound_log, tail
 from splitserve.orchestrator.launch.children import ending, sweep
 from splitserve.orchestrator.launch.files import state_home, write_private
@@ -32,7 +33,6 @@ from splitserve.orchestrator.launch.ray.order import (
     CACHE,
     ROUTER,
     hosted,
-    router_url_of,
     yaml_of,
 )
 from splitserve.orchestrator.launch.tether import tethered
@@ -107,6 +107,11 @@ class HostProcess:
         status_path(self._run_dir, self._order.name).unlink(missing_ok=True)
         self.start()
         return True
+
+    def learn(self, order: Order) -> None:
+        """What starts from now on starts from another order for the same process."""
+        with self._lock:
+            self._order = order
 
     def stop(self, limit_s: float) -> None:
         """It has ended, within ``limit_s`` by itself or else killed, and nothing of it is left."""
@@ -246,11 +251,14 @@ class HostProcess:
         splitserve = [sys.executable, "-m", "splitserve.orchestrator.cli.main"]
         file = str(self._yaml_path)
         if self._order.kind == ROUTER:
-            return [*splitserve, "router", file]
+            command = [*splitserve, "router", file, "--index", str(self._order.router_index)]
+            wish = parse(self._order.config).router.host
+            return [*command, "--host", wish] if wish in WILDCARDS else command
         if self._order.kind == CACHE:
             return [*splitserve, "cache-server", file]
-        router = router_url_of(self._config, self._order)
-        command = [*splitserve, "node", self._order.name, file, "--router", router]
+        command = [*splitserve, "node", self._order.name, file]
+        for url in router_urls(self._config):
+            command += ["--router", url]
         pool = self._order.name.rpartition("-")[0]
         settings = self._config.pool(pool)
         if settings.gpus is None and settings.cpus is not None:

@@ -12,7 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.orchestrator.agent.auth import operator_token
-from splitserve.orchestrator.config import ConfigError, dump_resolved, nodes, shared_secret
+from splitserve.orchestrator.config import (
+    ConfigError,
+    dump_resolved,
+    nodes,
+    router_urls,
+    shared_secret,
+)
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import ClusterStatus, StartError
@@ -21,13 +27,13 @@ from splitserve.orchestrator.launch.children import cancel
 from splitserve.orchestrator.launch.ray.bring_up import Wanted, bring_up
 from splitserve.orchestrator.launch.ray.host_process import status_of
 from splitserve.orchestrator.launch.ray.keeper import CACHE_PREFIX
-from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, router_url_of
+from splitserve.orchestrator.launch.ray.order import ROUTER, hosted, is_ours, router_names, sized
 from splitserve.orchestrator.launch.ray.ray_cluster import (
     SilentActorError,
     connect,
     take_back_signals,
 )
-from splitserve.orchestrator.launch.ray.take_down import is_ours, take_down
+from splitserve.orchestrator.launch.ray.take_down import take_down
 from splitserve.orchestrator.launch.router_health import router_health
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ class RayLauncher:
         self.files = files
         self.run = run
         self.urls: tuple[str, ...] = ()
-        """Of the router, once it is known where that runs."""
+        """Of the routers, once it is known where they run."""
         self.is_adopted = False
         self.logs = f"on each host, in {logs_of(config)}"
         self._secret = secret
@@ -79,12 +85,14 @@ class RayLauncher:
         self._reports: dict[str, Report] = {}
         """What each actor said last; none of those that do not answer now."""
         self._router_gone_at: float | None = None
-        """Since when there has been no actor of the router; monotonic."""
-        self._router_host = ""
-        """Its id in Ray, once it has spoken."""
+        """Since when there has been no actor of any router; monotonic."""
+        self._router_hosts: dict[str, str] = {}
+        """By router that has spoken: its host's id in Ray."""
         self._is_moving = False
         self._poll_task: asyncio.Task[None] | None = None
         self._noted: set[str] = set()
+        self._edition = 0
+        """Of the sizes in ``config``."""
 
     async def start(self) -> None:
         """See ``Launcher``. May be cancelled; what has been started then is there for ``stop``."""
@@ -99,8 +107,15 @@ class RayLauncher:
         for node in nodes(self.config):
             report = self._reports.get(node.name)
             found[node.name] = status_of(report) if report is not None else None
+        names = self._router_names
+        states = dict(
+            zip(names, await asyncio.gather(*map(self._router_state, names)), strict=True)
+        )
         return ClusterStatus(
-            router=await self._router_state(), nodes=found, cache=self._cache_state()
+            router=states.pop(ROUTER),
+            more_routers=states,
+            nodes=found,
+            cache=self._cache_state(),
         )
 
     def failure(self) -> StartError | None:
@@ -119,9 +134,10 @@ class RayLauncher:
         """See ``Launcher``."""
         if (lost := self._lost()) is not None:
             return lost
-        router = self._reports.get(ROUTER)
-        if router is not None and router["state"] == "failed":
-            return _failure_of(ROUTER, router)
+        routers = [self._reports.get(name) for name in self._router_names]
+        failed = [r for r in routers if r is not None and r["state"] == "failed"]
+        if len(failed) == len(routers):
+            return _failure_of(ROUTER, failed[0])
         if self._router_is_gone() and not self._is_moving:
             return StartError(
                 "the router's actor has ended: Ray has started it again "
@@ -204,8 +220,9 @@ class RayLauncher:
         self._may_end = True
         self.is_adopted = brought.is_adopted
         self.run, self._secret = brought.order.run, brought.secret
-        config = hosted(brought.order, brought.order.router_host)
-        self.urls = (router_url_of(config, brought.order),)
+        self.config = sized(self.config, brought.order.sizes)
+        self._edition = brought.order.edition
+        self.urls = router_urls(hosted(brought.order, brought.order.router_hosts[0]))
         self.files.begin_run(dump_resolved(self.config), operator_token(self._secret))
 
     def _router_is_gone(self) -> bool:
@@ -230,20 +247,23 @@ class RayLauncher:
                 asked = [loop.run_in_executor(pool, _report, cluster, name) for name in names]
                 found = dict(zip(names, await asyncio.gather(*asked), strict=True))
                 self._reports = {name: r for name, r in found.items() if r is not None}
-                if ROUTER in self._reports:
-                    self._router_host = self._reports[ROUTER]["host_id"]
-                if ROUTER in names:
+                for name in self._router_names:
+                    if name in self._reports:
+                        self._router_hosts[name] = self._reports[name]["host_id"]
+                if any(name in names for name in self._router_names):
                     self._router_gone_at = None
                 else:
                     self._router_gone_at = self._router_gone_at or time.monotonic()
-                    await self._replace_router(cluster)
+                    await self._replace_routers(cluster)
                 self._tell_notes()
+                self._follow()
                 await asyncio.sleep(_POLL_S)
 
-    async def _replace_router(self, cluster: RayCluster) -> None:
-        """A router whose host is lost starts on another one, and the nodes learn where."""
-        hosts = await asyncio.to_thread(cluster.hosts)
-        if not self._router_host or self._router_host in {host.id for host in hosts}:
+    async def _replace_routers(self, cluster: RayCluster) -> None:
+        """Routers all of whose hosts are lost start on others, and the nodes learn where."""
+        hosts = {host.id for host in await asyncio.to_thread(cluster.hosts)}
+        had = set(self._router_hosts.values())
+        if not had or had & hosts:
             return
         if not self._is_moving:
             self._say("the router's host is lost: it starts on another one, and the nodes anew")
@@ -256,6 +276,18 @@ class RayLauncher:
         self._is_moving = False
         self._say(f"the router is on {self.urls[0]} now")
 
+    def _follow(self) -> None:
+        """`splitserve scale`, wherever it was called, has changed the sizes."""
+        if not self._reports:
+            return
+        latest = max(self._reports.values(), key=lambda report: int(report["edition"]))
+        if latest["edition"] <= self._edition:
+            return
+        self._edition, self.config = latest["edition"], sized(self.config, latest["sizes"])
+        self.files.write_resolved(dump_resolved(self.config))
+        counts = " and ".join(f"{self.config.pool(pool).replicas} {pool}" for pool in POOLS)
+        self._say(f"the cluster has {counts} nodes from now on")
+
     def _note(self, line: str) -> None:
         """Say it, once."""
         if line not in self._noted:
@@ -267,11 +299,19 @@ class RayLauncher:
             for note in report["notes"]:
                 self._note(f"warning: on {report['host']} ({report['address']}): {note}")
 
-    async def _router_state(self) -> str:
-        report = self._reports.get(ROUTER)
+    @property
+    def _router_names(self) -> list[str]:
+        return router_names(self.config.router.replicas)
+
+    async def _router_state(self, name: str) -> str:
+        report = self._reports.get(name)
         if report is not None and report["state"] in ("failed", "dead"):
             return str(report["state"])
-        return await router_health(self.urls[0], self._tls) if self.urls else "starting"
+        if self._brought is None:
+            return "starting"
+        if name in self._brought.lost_routers:
+            return "lost"
+        return await router_health(self.urls[self._router_names.index(name)], self._tls)
 
     def _cache_state(self) -> str:
         """The worst of all hosts that have nodes."""

@@ -9,16 +9,19 @@ import msgspec
 import yaml
 
 from splitserve.orchestrator.config import parse
-from splitserve.orchestrator.config.nodes import POOLS, bracketed, scheme_of
+from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.config.ray_checks import WILDCARDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from splitserve.orchestrator.config import ClusterConfig
 
 ROUTER = "router"
 CACHE = "cache"
+ROUTER_NAME = re.compile(r"router(-\d+)?")
+NODE_NAME = re.compile(r"(prefill|decode)-\d+")
+CACHE_NAME = re.compile(r"cache-[0-9a-f]+")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -28,14 +31,21 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     """
 
     name: str
-    """``router``, ``cache``, or the node's name."""
+    """``router``, ``router-1``, ..., ``cache``, or the node's name."""
     run: str
     """Marker in the environment of every process of the cluster."""
     config: str
     """The cluster YAML."""
-    router_host: str
-    """Address of the router's host in the Ray cluster."""
+    sizes: dict[str, int] = {}
+    """Nodes of each pool, where `splitserve scale` has changed what the YAML says."""
+    edition: int = 0
+    """Which of several orders of a run counts: the one with the highest. Each change of the sizes
+    makes another.
+    """
+    router_hosts: tuple[str, ...]
+    """Address of each router's host in the Ray cluster."""
     router_port: int
+    """Of the first router on each host; another one there has the next."""
     secret: str = ""
     """The cluster secret in hexadecimal; empty where each host reads ``security.secret_file``."""
     router_environment: dict[str, str] = {}
@@ -50,7 +60,38 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def kind(self) -> str:
         """``router``, ``cache`` or ``node``."""
-        return self.name if self.name in (ROUTER, CACHE) else "node"
+        if ROUTER_NAME.fullmatch(self.name):
+            return ROUTER
+        return CACHE if self.name == CACHE else "node"
+
+    @property
+    def router_index(self) -> int:
+        """Which of the routers a process of that kind is."""
+        return router_names(len(self.router_hosts)).index(self.name)
+
+
+def sized(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig:
+    """The configuration with these numbers of nodes."""
+    pools = {
+        pool: config.pool(pool).model_copy(update={"replicas": count})
+        for pool, count in sizes.items()
+    }
+    return config.model_copy(update=pools)
+
+
+def config_of(order: Order) -> ClusterConfig:
+    """The cluster's configuration, with the sizes that it has now. Raises ``ConfigError``."""
+    return sized(parse(order.config, "the YAML of the Ray cluster"), order.sizes)
+
+
+def newest(orders: Iterable[Order]) -> Order:
+    """The one that counts, of some."""
+    return max(orders, key=lambda order: order.edition)
+
+
+def is_ours(name: str) -> bool:
+    """Whether an actor of the namespace is one of a cluster's."""
+    return any(kind.fullmatch(name) for kind in (ROUTER_NAME, NODE_NAME, CACHE_NAME))
 
 
 def variables_of(config: ClusterConfig, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -75,24 +116,28 @@ def order_of(plain: dict[str, Any]) -> Order:
     return msgspec.convert(plain, Order)
 
 
-def router_url_of(config: ClusterConfig, order: Order) -> str:
-    """Where nodes and operators reach the router."""
-    host = config.router.advertise_host or order.router_host
-    return f"{scheme_of(config)}://{bracketed(host)}:{order.router_port}"
+def router_names(count: int) -> list[str]:
+    """Of the actors of so many routers."""
+    return [f"{ROUTER}-{index}" if index else ROUTER for index in range(count)]
 
 
 def hosted(order: Order, host: str, gpus: tuple[int, ...] = ()) -> ClusterConfig:
     """The cluster as the host with the address ``host`` sees it: its own address is that of every
     node, which is true of those that run there. Raises ``ConfigError``.
     """
-    config = parse(order.config, "the YAML of the Ray cluster")
+    config = config_of(order)
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     data.pop("launcher", None)
     data.pop("ray", None)
     router = data.setdefault("router", {})
-    listens = config.router.host if config.router.host in WILDCARDS else order.router_host
-    advertised = config.router.advertise_host or order.router_host
-    router |= {"host": listens, "port": order.router_port, "advertise_host": advertised}
+    first, *others = order.router_hosts
+    router |= {"port": order.router_port}
+    if others:  # Where each listens is said at its start
+        router.pop("host", None)
+        router |= {"hosts": list(order.router_hosts), "replicas": len(order.router_hosts)}
+    else:
+        listens = config.router.host if config.router.host in WILDCARDS else first
+        router |= {"host": listens, "advertise_host": config.router.advertise_host or first}
     for pool in POOLS:
         _host_pool(pool, config, data, host, gpus)
     data["allow_shared_devices"] = True
@@ -129,10 +174,26 @@ def yaml_of(config: ClusterConfig) -> str:
     return _yaml(config.model_dump(mode="json", exclude_unset=True))
 
 
-def differences(running: str, wanted: str) -> list[str]:
-    """Where two configurations, as ``source_text`` gives them, differ: one line per key."""
-    ours, theirs = _flat(yaml.safe_load(wanted)), _flat(yaml.safe_load(running))
-    return [
+def differences(running: Order, wanted: ClusterConfig) -> list[str]:
+    """Where a configuration differs from that of a cluster that runs: one line per key. The number
+    of a pool's nodes may be the one that it was started with, or the one that it has now.
+    """
+    now, first = config_of(running), parse(running.config)
+    ours, theirs = _flat(yaml.safe_load(source_text(wanted))), _flat(yaml.safe_load(running.config))
+    found = []
+    for pool in POOLS:
+        key = f"{pool}.replicas"
+        for values in (ours, theirs):
+            values.pop(key, None)
+            if values.get(pool) == {}:
+                del values[pool]
+        asked, runs = wanted.pool(pool).replicas, now.pool(pool).replicas
+        if asked not in (runs, first.pool(pool).replicas):
+            found.append(
+                f"{key}: {runs} runs, {asked} is in the YAML; `splitserve scale {pool} {asked}` "
+                "changes it"
+            )
+    return found + [
         f"{key}: {_said(theirs, key)} runs, {_said(ours, key)} is in the YAML"
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key, _NOTHING) != theirs.get(key, _NOTHING)

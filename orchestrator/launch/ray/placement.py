@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from splitserve.orchestrator.config import PlacementConfig, nodes
 from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.config.ray_schema import SAME_HOST
+from splitserve.orchestrator.launch.ray.order import sized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from splitserve.orchestrator.config import ClusterConfig
 
 HOST_LABEL = "ray.io/node-id"
 """Ray's own label of each host."""
+_SINGLE = ("SPREAD", "PACK")
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,16 @@ class Group:
     bundles: tuple[dict[str, float], ...]
     selectors: tuple[dict[str, str], ...]
     strategy: str = ""
-    """Of Ray; empty with ``same_label``."""
+    """Of Ray; empty with ``same_label``. `SPREAD` and `PACK` of a group of one node say how it is
+    to lie to the other nodes of its pool.
+    """
     same_label: str = ""
     """Key of the label of which all its hosts have one value."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it holds one node, which may come and go by itself."""
+        return self.strategy in _SINGLE
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,70 @@ class RayHost:
     is_head: bool = False
 
 
-def groups_of(config: ClusterConfig) -> list[Group]:
-    """The placement groups of the cluster."""
+def groups_of(config: ClusterConfig, sizes: Mapping[str, int] | None = None) -> list[Group]:
+    """The placement groups of the cluster of that YAML, whose pools have ``sizes`` now. Ray cannot
+    change a group: nodes that may lie anywhere have one each, and those that have to lie apart or
+    together share the one of the YAML's size, in which nodes that are gone have their bundle still.
+    """
+    config_now = sized(config, sizes or {})
     pair_by = config.ray.pair_by if config.ray is not None else ""
     if pair_by:
-        return list(_pairs(config, HOST_LABEL if pair_by == SAME_HOST else pair_by))
-    return [_pool_group(config, pool) for pool in POOLS]
+        found = list(_pairs(config, HOST_LABEL if pair_by == SAME_HOST else pair_by))
+    else:
+        found = [group for pool in POOLS for group in _pool_groups(config, config_now, pool)]
+    there = {node.name for node in nodes(config_now)}
+    return [group for group in found if there & set(group.nodes)]
+
+
+def growth_obstacles(config: ClusterConfig, sizes: Mapping[str, int]) -> list[str]:
+    """Why the cluster of that YAML cannot have these sizes, whatever the hosts have."""
+    there = {name for group in groups_of(config, sizes) for name in group.nodes}
+    problems = []
+    for pool in POOLS:
+        if all(n.name in there for n in nodes(sized(config, sizes)) if n.pool == pool):
+            continue
+        placement = config.pool(pool).placement or PlacementConfig()
+        is_paired = config.ray is not None and config.ray.pair_by
+        key = "ray.pair_by" if is_paired else f"{pool}.placement.strategy {placement.strategy}"
+        problems.append(
+            f"{key}: Ray reserves the room of all these nodes at once, and cannot add to it: the "
+            f"pool may have {config.pool(pool).replicas} nodes at most, the YAML's number; give "
+            "the YAML more replicas, or another strategy, and start the cluster again"
+        )
+    return problems
+
+
+def targets(
+    groups: Sequence[Group],
+    placed: Mapping[str, str],
+    takes: Mapping[str, Mapping[str, float]],
+    hosts: Sequence[RayHost],
+) -> dict[str, str]:
+    """To each single group that is not placed yet the id of the host where it should lie, while
+    that has room: for `SPREAD` one that has the fewest nodes of its pool, for `PACK` the most.
+    ``placed`` is node to host, ``takes`` what each node takes. A group for which no host has room
+    as far as it is known here has no target.
+    """
+    place, found = dict(placed), dict[str, str]()
+    for group in groups:
+        name = group.nodes[0]
+        if not group.is_single or name in place:
+            continue
+        bundle, selector = group.bundles[0], group.selectors[0]
+
+        def load(host: RayHost, name: str = name, group: Group = group) -> tuple[int, int]:
+            there = [other for other, where in place.items() if where == host.id]
+            own = sum(other.rpartition("-")[0] == name.rpartition("-")[0] for other in there)
+            return (own if group.strategy == "SPREAD" else -own, len(there))
+
+        fitting = [
+            host
+            for host in hosts
+            if matches(selector, host.labels) and _has_room(host, bundle, place, takes)
+        ]
+        if fitting:
+            place[name] = found[group.name] = min(fitting, key=load).id
+    return found
 
 
 def bundle_of(config: ClusterConfig, pool: str) -> dict[str, float]:
@@ -75,15 +142,30 @@ def matches(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return all(_matches(condition, labels.get(key)) for key, condition in selector.items())
 
 
-def _pool_group(config: ClusterConfig, pool: str) -> Group:
+def _pool_groups(config: ClusterConfig, now: ClusterConfig, pool: str) -> Iterator[Group]:
     placement = config.pool(pool).placement or PlacementConfig()
-    names = tuple(node.name for node in nodes(config) if node.pool == pool)
-    return Group(
-        name=pool,
-        nodes=names,
-        bundles=(bundle_of(config, pool),) * len(names),
-        selectors=(placement.label_selector,) * len(names),
-        strategy=placement.strategy,
+    is_single = placement.strategy in _SINGLE
+    names = [node.name for node in nodes(now if is_single else config) if node.pool == pool]
+    for name, members in [(n, [n]) for n in names] if is_single else [(pool, names)]:
+        yield Group(
+            name=name,
+            nodes=tuple(members),
+            bundles=(bundle_of(config, pool),) * len(members),
+            selectors=(placement.label_selector,) * len(members),
+            strategy=placement.strategy,
+        )
+
+
+def _has_room(
+    host: RayHost,
+    bundle: Mapping[str, float],
+    place: Mapping[str, str],
+    takes: Mapping[str, Mapping[str, float]],
+) -> bool:
+    there = [takes[node] for node, where in place.items() if where == host.id]
+    return all(
+        host.resources.get(name, 0) - sum(taken.get(name, 0) for taken in there) >= amount
+        for name, amount in bundle.items()
     )
 
 

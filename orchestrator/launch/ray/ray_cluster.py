@@ -117,18 +117,22 @@ class RayCluster:
         """The host on which this process runs; of a ``ray://`` connection that of its server."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def reserve(self, group: Group) -> None:
-        """The placement group is there, or waits for room; one of that name that reserves something
-        else, left behind by an ``up`` that was killed, is gone.
+    def reserve(self, group: Group, target: str = "", *, may_replace: bool = False) -> bool:
+        """The placement group is there, or waits for room; False when it was there before. A group
+        of one node gets its room on the host with the id ``target``, while that has some. One of
+        that name that reserves something else, left behind by an ``up`` that was killed, goes where
+        it may be replaced.
         """
-        try:
+        if self._has_group(group.name):
             found = placement_group_table(get_placement_group(group.name))
-            if _bundles(found) == list(group.bundles):
-                return
+            if not may_replace or _bundles(found) == list(group.bundles):
+                return False
             self.release(group.name)
-        except ValueError:
-            pass  # There is none of that name
         rule: dict[str, Any] = {"strategy": group.strategy}
+        if group.is_single:
+            rule = {"strategy": "STRICT_PACK"}
+            if target:  # Ray takes it as a wish, for this strategy only
+                rule["_soft_target_node_id"] = target
         if group.same_label:
             rule = {"topology_strategy": {group.same_label: "STRICT_PACK"}}
         placement_group(
@@ -138,11 +142,16 @@ class RayCluster:
             bundle_label_selector=[dict(selector) for selector in group.selectors],
             **rule,
         )
+        return True
 
     def group_names(self) -> list[str]:
-        """Of all placement groups of the Ray cluster, those of other namespaces included."""
-        groups = placement_group_table().values()
-        return sorted({group["name"] for group in groups if group["state"] != "REMOVED"})
+        """Of the placement groups of the namespace that are there, or wait for room."""
+        named = {
+            str(group["name"])
+            for group in placement_group_table().values()
+            if group["state"] != "REMOVED"
+        }
+        return sorted(name for name in named if name and self._has_group(name))
 
     def hosts_of(self, group: Group) -> list[str] | None:
         """The id of the host of each bundle; None while it waits for room."""
@@ -155,6 +164,14 @@ class RayCluster:
         """There is no placement group of that name; False when there was none."""
         try:
             remove_placement_group(get_placement_group(name))
+        except ValueError:
+            return False
+        return True
+
+    def _has_group(self, name: str) -> bool:
+        """Whether a group of that name is in this namespace."""
+        try:
+            get_placement_group(name)
         except ValueError:
             return False
         return True

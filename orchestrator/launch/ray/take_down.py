@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.ray.host_check import sweep_host
+from splitserve.orchestrator.launch.ray.order import (
+    CACHE_NAME,
+    NODE_NAME,
+    ROUTER_NAME,
+    is_ours,
+)
 from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.launch.ray.placement import RayHost
@@ -26,20 +32,7 @@ _GONE_LIMIT_S = 20.0
 _SWEEP_LIMIT_S = 30.0
 _ASK_LIMIT_S = 2.0
 _AT_A_TIME = 16
-_ROUTER = re.compile(r"router(-\d+)?")
-_NODE = re.compile(r"(prefill|decode)-\d+")
-_CACHE = re.compile(r"cache-[0-9a-f]+")
-_GROUP = re.compile(r"prefill|decode|pair-\d+")
-
-
-def is_ours(name: str) -> bool:
-    """Whether an actor of the namespace is one of a cluster's."""
-    return any(kind.fullmatch(name) for kind in (_ROUTER, _NODE, _CACHE))
-
-
-def is_group(name: str) -> bool:
-    """The same of a placement group."""
-    return _GROUP.fullmatch(name) is not None
+GROUP_NAME = re.compile(r"(prefill|decode)(-\d+)?|pair-\d+")
 
 
 def take_down(
@@ -57,17 +50,18 @@ def take_down(
     runs = {str(told["run"]) for told in _told(cluster, names)}
     stop_s = config.supervision.stop_timeout_s + STOP_MARGIN_S
     for kind, limit_s in (
-        (_ROUTER, drain_s + STOP_MARGIN_S if drain_s else 1.0),
-        (_NODE, stop_s),
-        (_CACHE, _CACHE_STOP_S),
+        (ROUTER_NAME, drain_s + STOP_MARGIN_S if drain_s else 1.0),
+        (NODE_NAME, stop_s),
+        (CACHE_NAME, _CACHE_STOP_S),
     ):
         limit_s = 0.0 if is_hurried() else limit_s
-        _stop(cluster, [name for name in names if kind.fullmatch(name)], limit_s)
+        stop(cluster, [name for name in names if kind.fullmatch(name)], limit_s)
     # A node that came back meanwhile may have brought a cache server
     names = sorted({*names, *(name for name in cluster.names() if is_ours(name))})
     for name in names:
         cluster.end(name)
-    released = [name for name in cluster.group_names() if is_group(name) and cluster.release(name)]
+    groups = [name for name in cluster.group_names() if GROUP_NAME.fullmatch(name)]
+    released = [name for name in groups if cluster.release(name)]
     left = cluster.wait_until_gone(names, _GONE_LIMIT_S)
     left += _sweep(cluster, config.name, runs, say)
     if left:
@@ -91,12 +85,12 @@ def _told(cluster: RayCluster, names: list[str]) -> list[dict[str, Any]]:
         return [order for orders in pool.map(ask, names) for order in orders]
 
 
-def _stop(cluster: RayCluster, names: list[str], limit_s: float) -> None:
+def stop(cluster: RayCluster, names: Sequence[str], limit_s: float) -> None:
     """Their processes have ended; those that cannot be asked end with their actors."""
     if not names:
         return
 
-    def stop(name: str) -> None:
+    def stop_one(name: str) -> None:
         try:
             cluster.ask(name, "report", limit_s=_ASK_LIMIT_S)
             cluster.ask(name, "stop", limit_s, limit_s=limit_s + STOP_MARGIN_S)
@@ -104,7 +98,7 @@ def _stop(cluster: RayCluster, names: list[str], limit_s: float) -> None:
             return
 
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        list(pool.map(stop, names))
+        list(pool.map(stop_one, names))
 
 
 def _sweep(

@@ -3,125 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
+from support.fake_ray import SECRET, TEXT, FakeRay, up
 
 from splitserve.orchestrator.config import ConfigError, parse
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.ray.bring_up import Brought, Wanted, bring_up
-from splitserve.orchestrator.launch.ray.host_check import free_port, secret_mark
 from splitserve.orchestrator.launch.ray.order import Order, source_text
-from splitserve.orchestrator.launch.ray.placement import RayHost
-from splitserve.orchestrator.launch.ray.ray_cluster import SilentActorError
-from splitserve.orchestrator.observe.own_version import own_version
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from splitserve.orchestrator.launch.ray.placement import Group
-
-TEXT = """
-name: c
-launcher: ray
-engine: mock
-model: {path: m}
-router: {port: 0}
-ray: {placement_timeout_s: 0.05}
-decode: {replicas: 2}
-security: {api_keys: [{tenant: a, key_file: k}]}
-"""
-SECRET = bytes(range(32))
-HOSTS = [
-    RayHost("id-a", "10.0.0.1", "alpha", {"CPU": 8}, {"rack": "1"}, is_head=True),
-    RayHost("id-b", "10.0.0.2", "beta", {"CPU": 8}, {"rack": "2"}),
-]
-
-
-class FakeRay:
-    """A Ray cluster of two hosts. Actors answer with their orders unless they are ``silent``."""
-
-    def __init__(self) -> None:
-        self.actors: dict[str, dict[str, Any]] = {}
-        self.where: dict[str, Any] = {}
-        self.ended: list[str] = []
-        self.silent = False
-        self.silent_names: set[str] = set()
-        self.groups: list[str] = []
-        self.has_room = True
-        self.facts: dict[str, dict[str, Any]] = {}
-        """By host: what it says otherwise than the others."""
-        self.cannot_say: dict[str, StartError] = {}
-        self.asked: dict[str, list[str]] = {}
-
-    def names(self) -> list[str]:
-        return sorted([*self.actors, "somebody-elses"])
-
-    def hosts(self) -> list[RayHost]:
-        return HOSTS
-
-    def own_host_id(self) -> str:
-        return "id-of-no-host"
-
-    def reserve(self, group: Group) -> None:
-        self.groups = [name for name in self.groups if name != group.name] + [group.name]
-
-    def group_names(self) -> list[str]:
-        return self.groups
-
-    def release(self, name: str) -> bool:
-        self.groups = [other for other in self.groups if other != name]
-        return True
-
-    def hosts_of(self, group: Group) -> list[str] | None:
-        return ["id-a", "id-b"][: len(group.nodes)] if self.has_room else None
-
-    def start(self, name: str, plain: dict[str, Any], _: object, **where: Any) -> None:
-        self.actors.setdefault(name, plain)
-        self.where[name] = where
-
-    def ask(self, name: str, method: str, limit_s: float) -> Any:
-        assert method == "told"
-        if self.silent or name in self.silent_names:
-            raise SilentActorError(name)
-        return self.actors[name]
-
-    def end(self, name: str) -> None:
-        self.ended.append(name)
-        del self.actors[name]
-
-    def wait_until_gone(self, names: list[str], limit_s: float) -> list[str]:
-        return []
-
-    def on_host(self, host: RayHost, function: Any, *arguments: Any, limit_s: float) -> Any:
-        if function is free_port:
-            return 8123
-        self.asked[host.hostname] = arguments[1]
-        if host.hostname in self.cannot_say:
-            raise self.cannot_say[host.hostname]
-        plain = {
-            "host": host.hostname,
-            "splitserve": own_version(),
-            "ray": "2.60.0",
-            "unix_s": time.time(),
-            "secret": secret_mark(SECRET),
-            "problems": [],
-        }
-        return plain | self.facts.get(host.hostname, {})
-
-
-def up(
-    ray: FakeRay,
-    text: str = TEXT,
-    *,
-    secret: bytes = SECRET,
-    is_secret_given: bool = True,
-    say: Callable[[str], None] = print,
-) -> Brought:
-    """One attempt."""
-    wanted = Wanted(parse(text), "run-1", secret, is_secret_given, {}, say, lambda: False)
-    return bring_up(ray, wanted)  # type: ignore[arg-type]
 
 
 def problems_of(ray: FakeRay, text: str = TEXT, **more: Any) -> list[str]:
@@ -140,13 +30,13 @@ def test_everything_is_placed_and_told_where_the_router_is() -> None:
     ray = FakeRay()
     brought = up(ray)
     assert not brought.is_adopted
-    assert (brought.order.router_host, brought.order.router_port) == ("10.0.0.1", 8123)
-    assert ray.groups == ["prefill", "decode"]
+    assert (brought.order.router_hosts, brought.order.router_port) == (("10.0.0.1",), 8123)
+    assert ray.groups == {"prefill-0": "id-a", "decode-0": "id-b", "decode-1": "id-a"}
     assert sorted(ray.actors) == ["decode-0", "decode-1", "prefill-0", "router"]
     assert ray.where["router"]["host"] == "id-a"
     group, index = ray.where["decode-1"]["bundle"]
-    assert (group.name, index) == ("decode", 1)
-    assert ray.asked == {"alpha": ["router", "prefill-0", "decode-0"], "beta": ["decode-1"]}
+    assert (group.name, index) == ("decode-1", 0)
+    assert ray.asked == {"alpha": ["router", "prefill-0", "decode-1"], "beta": ["decode-0"]}
     assert ray.actors["decode-1"]["name"] == "decode-1"
     assert ray.actors["decode-1"]["secret"] == SECRET.hex()
 
@@ -154,9 +44,11 @@ def test_everything_is_placed_and_told_where_the_router_is() -> None:
 def test_room_of_another_configuration_is_given_back() -> None:
     """An `up` that was killed early has left it; what is not ours stays."""
     ray = FakeRay()
-    ray.groups = ["pair-0", "somebody-elses"]
+    ray.groups = {"pair-0": "", "somebody-elses": ""}
+    before = set(ray.groups)
     up(ray)
-    assert ray.groups == ["somebody-elses", "prefill", "decode"]
+    assert before & set(ray.groups) == {"somebody-elses"}
+    assert len(ray.groups) > 2
 
 
 def test_a_secret_in_files_is_not_sent() -> None:
@@ -170,7 +62,7 @@ def test_the_router_goes_where_labels_say() -> None:
     """A label that no host has is refused."""
     ray = FakeRay()
     wish = "ray: {router: {label_selector: {rack: '2'}}, "
-    assert up(ray, TEXT.replace("ray: {", wish)).order.router_host == "10.0.0.2"
+    assert up(ray, TEXT.replace("ray: {", wish)).order.router_hosts == ("10.0.0.2",)
     wrong = TEXT.replace("ray: {", wish.replace("'2'", "'3'"))
     assert "none of the 2 hosts" in problems_of(FakeRay(), wrong)[0]
 
@@ -206,9 +98,9 @@ def test_too_little_room_is_refused_with_what_there_is() -> None:
     """At once where nobody could make room, else after ``placement_timeout_s``."""
     ray = FakeRay()
     assert "take 21 CPU" in problems_of(ray, TEXT.replace("replicas: 2", "replicas: 20"))[0]
-    assert ray.groups == []
+    assert ray.groups == {}
     ray.has_room = False
-    assert "no room for prefill, decode within 0.05 s" in problems_of(ray)[0]
+    assert "no room for prefill-0, decode-0, decode-1 within 0.05 s" in problems_of(ray)[0]
 
 
 def test_what_runs_is_adopted_and_what_is_missing_added() -> None:
@@ -223,7 +115,7 @@ def test_what_runs_is_adopted_and_what_is_missing_added() -> None:
     again = up(ray, secret=bytes(32), is_secret_given=False)
     assert again.is_adopted
     assert again.secret == SECRET
-    assert ray.asked == {"beta": ["decode-1"]}
+    assert ray.asked == {"alpha": ["decode-1"]}
     assert {name: ray.actors[name] for name in before} == before
     assert "decode-1" in ray.actors
     assert ray.ended == []
@@ -238,6 +130,10 @@ def test_another_configuration_or_secret_is_refused() -> None:
     first, *found = problems_of(ray, TEXT.replace("path: m", "path: n"))
     assert "`splitserve down c`" in first
     assert found == ["model.path: 'm' runs, 'n' is in the YAML"]
+    _, *found = problems_of(ray, TEXT.replace("replicas: 2", "replicas: 3"))
+    assert found == [
+        "decode.replicas: 2 runs, 3 is in the YAML; `splitserve scale decode 3` changes it"
+    ]
     (problem,) = problems_of(ray, secret=bytes(32))
     assert "has another cluster secret" in problem
 
@@ -270,7 +166,7 @@ def test_a_router_whose_host_is_lost_moves_and_takes_the_nodes_along() -> None:
         name="router",
         run="run-0",
         config=source_text(parse(TEXT)),
-        router_host="10.0.0.9",
+        router_hosts=("10.0.0.9",),
         router_port=8123,
         secret=SECRET.hex(),
     )
@@ -278,7 +174,36 @@ def test_a_router_whose_host_is_lost_moves_and_takes_the_nodes_along() -> None:
     ray.actors = {name: plain | {"name": name} for name in ("prefill-0", "decode-1")}
     ray.silent_names = {"decode-1"}
     brought = up(ray)
-    assert brought.order.router_host == "10.0.0.1"
+    assert brought.order.router_hosts == ("10.0.0.1",)
     assert brought.order.run == "run-0"
     assert sorted(ray.ended) == ["decode-1", "prefill-0"]
-    assert {actor["router_host"] for actor in ray.actors.values()} == {"10.0.0.1"}
+    assert {actor["router_hosts"] for actor in ray.actors.values()} == {("10.0.0.1",)}
+
+
+TWO_ROUTERS = TEXT.replace("port: 0", "port: 0, replicas: 2")
+
+
+def test_routers_go_to_different_hosts() -> None:
+    """The first where one alone would; everybody knows both."""
+    ray = FakeRay()
+    brought = up(ray, TWO_ROUTERS)
+    assert brought.order.router_hosts == ("10.0.0.1", "10.0.0.2")
+    assert (ray.where["router"]["host"], ray.where["router-1"]["host"]) == ("id-a", "id-b")
+    assert ray.actors["router-1"]["name"] == "router-1"
+    assert ray.asked["beta"] == ["router-1", "decode-0"]
+    assert {actor["router_hosts"] for actor in ray.actors.values()} == {("10.0.0.1", "10.0.0.2")}
+
+
+def test_a_router_that_lost_its_host_keeps_its_address_while_another_serves() -> None:
+    """Nodes that run would have to end to know another one."""
+    ray, said = FakeRay(), list[str]()
+    up(ray, TWO_ROUTERS)
+    for name, plain in ray.actors.items():
+        ray.actors[name] = {**plain, "router_hosts": ("10.0.0.1", "10.0.0.9")}
+    del ray.actors["router-1"]
+    brought = up(ray, TWO_ROUTERS, say=said.append)
+    assert brought.order.router_hosts == ("10.0.0.1", "10.0.0.9")
+    assert ray.ended == []
+    assert "router-1" not in ray.actors
+    assert brought.lost_routers == {"router-1"}
+    assert any("router-1 is lost with its host 10.0.0.9" in line for line in said)

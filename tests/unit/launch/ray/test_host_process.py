@@ -36,7 +36,7 @@ class Rig:
             name=name,
             run=RUN,
             config=TEXT,
-            router_host="127.0.0.1",
+            router_hosts=("127.0.0.1",),
             router_port=9,
             secret="ab" * 32,
             router_environment={"ONLY_FOR_THE_ROUTER": "x"},

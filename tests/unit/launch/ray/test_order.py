@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
-from splitserve.orchestrator.config import nodes, parse
+import msgspec
+import pytest
+
+from splitserve.orchestrator.config import nodes, parse, router_urls
 from splitserve.orchestrator.launch.ray.order import (
     Order,
     differences,
     hosted,
+    newest,
     order_of,
-    router_url_of,
     source_text,
     variables_of,
     yaml_of,
@@ -27,11 +30,13 @@ security: {api_keys: [{tenant: a, key_env: KEY_OF_A}]}
 """
 
 
-def order(text: str = TEXT, **more: str) -> Order:
+def order(text: str = TEXT, **more: Any) -> Order:
     """For prefill-0."""
     config = source_text(parse(text))
-    place = {"router_host": "10.0.0.1", "router_port": 8123}
-    return Order(name="prefill-0", run="r", config=config, **place, **more)
+    hosts = ("10.0.0.1",)
+    return Order(
+        name="prefill-0", run="r", config=config, router_hosts=hosts, router_port=8123, **more
+    )
 
 
 def test_a_host_sees_its_own_address_and_devices() -> None:
@@ -45,7 +50,7 @@ def test_a_host_sees_its_own_address_and_devices() -> None:
     assert config.prefill.cpus == [[0, 1, 2, 3]] * 2
     assert config.decode.gpus == [[3, 5]]
     assert (config.router.host, config.router.port) == ("10.0.0.1", 8123)
-    assert router_url_of(config, order()) == "http://10.0.0.1:8123"
+    assert router_urls(config) == ("http://10.0.0.1:8123",)
 
 
 def test_a_wildcard_stays_one() -> None:
@@ -69,13 +74,56 @@ def test_an_order_crosses_as_a_dictionary_and_shows_no_secret() -> None:
 
 def test_differences_name_each_key_with_both_values() -> None:
     """Also those that only one of both has."""
-    running = source_text(parse(TEXT))
-    wanted = parse(TEXT.replace("replicas: 2", "replicas: 3").replace("router: {port: 0}\n", ""))
-    assert differences(running, running) == []
-    assert differences(running, source_text(wanted)) == [
-        "prefill.replicas: 2 runs, 3 is in the YAML",
+    running = order()
+    assert differences(running, parse(TEXT)) == []
+    wanted = TEXT.replace("replicas: 2", "replicas: 3").replace("router: {port: 0}\n", "")
+    assert differences(running, parse(wanted)) == [
+        "prefill.replicas: 2 runs, 3 is in the YAML; `splitserve scale prefill 3` changes it",
         "router.port: 0 runs, nothing is in the YAML",
     ]
+
+
+def test_several_routers_have_the_addresses_of_their_hosts() -> None:
+    """Two on one host have ports side by side; nodes know all of them."""
+    text = TEXT.replace("router: {port: 0}", "router: {replicas: 3, port: 8123, host: 0.0.0.0}")
+    places = ("10.0.0.1", "10.0.0.2", "10.0.0.1")
+    told = msgspec.structs.replace(order(text), router_hosts=places, name="router-2")
+    assert (told.kind, told.router_index) == ("router", 2)
+    config = hosted(told, "10.0.0.1")
+    assert parse(yaml_of(config)) == config
+    assert router_urls(config) == (
+        "http://10.0.0.1:8123",
+        "http://10.0.0.2:8123",
+        "http://10.0.0.1:8124",
+    )
+
+
+@pytest.mark.parametrize(("replicas", "is_equal"), [(2, True), (3, True), (4, False)])
+def test_a_scaled_cluster_is_that_of_its_old_yaml_and_of_the_new_one(
+    replicas: int, is_equal: bool
+) -> None:
+    """The number that it was started with, or that which it has now."""
+    running = msgspec.structs.replace(order(), sizes={"prefill": 3, "decode": 1}, edition=1)
+    wanted = parse(TEXT.replace("replicas: 2", f"replicas: {replicas}"))
+    assert (differences(running, wanted) == []) == is_equal
+
+
+def test_a_pool_that_says_nothing_but_its_size_differs_in_nothing() -> None:
+    """An empty section is none, and one replica is the default."""
+    text = "launcher: ray\nengine: mock\nmodel: {path: m}\nprefill: {}\n"
+    wanted = parse(text.replace("prefill: {}", "decode: {replicas: 1}"))
+    assert differences(order(text), wanted) == []
+
+
+def test_a_host_sees_the_size_that_the_cluster_has_now() -> None:
+    """With devices for each node; of several orders the newest counts."""
+    scaled = msgspec.structs.replace(order(), sizes={"prefill": 3, "decode": 1}, edition=1)
+    assert newest([order(), scaled]) == scaled
+    config = hosted(scaled, "10.0.0.7")
+    assert parse(yaml_of(config)) == config
+    names = [node.name for node in nodes(config)]
+    assert names == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
+    assert config.prefill.cpus == [[0, 1, 2, 3]] * 3
 
 
 def test_only_variables_that_are_named_go_elsewhere() -> None:

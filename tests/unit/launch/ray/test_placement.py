@@ -9,8 +9,10 @@ from splitserve.orchestrator.launch.ray.placement import (
     HOST_LABEL,
     RayHost,
     groups_of,
+    growth_obstacles,
     matches,
     obstacles,
+    targets,
 )
 
 
@@ -24,25 +26,66 @@ def host(name: str, labels: dict[str, str] | None = None, **resources: float) ->
     return RayHost(name, name, name, dict(resources), labels or {})
 
 
-def test_each_pool_is_a_placement_group() -> None:
+def test_a_pool_that_must_lie_apart_is_a_placement_group() -> None:
     """With its strategy, and for each node what that takes."""
     config = config_of(
-        "prefill: {replicas: 2, placement: {strategy: PACK, num_cpus: 4, resources: {nic: 1}, "
-        "label_selector: {kind: big}}}"
+        "prefill: {replicas: 2, placement: {strategy: STRICT_SPREAD, num_cpus: 4, "
+        "resources: {nic: 1}, label_selector: {kind: big}}}"
     )
     prefill, decode = groups_of(config)
     assert (prefill.name, prefill.nodes, prefill.strategy) == (
         "prefill",
         ("prefill-0", "prefill-1"),
-        "PACK",
+        "STRICT_SPREAD",
     )
     assert prefill.bundles == ({"CPU": 4.0, "nic": 1.0},) * 2
     assert prefill.selectors == ({"kind": "big"},) * 2
-    assert (decode.nodes, decode.strategy, decode.bundles) == (
+    assert (decode.name, decode.nodes, decode.strategy, decode.bundles) == (
+        "decode-0",
         ("decode-0",),
         "SPREAD",
         ({"CPU": 1.0},),
     )
+    assert not prefill.is_single
+    assert decode.is_single
+
+
+def test_groups_follow_the_size_of_the_cluster() -> None:
+    """A node that may lie anywhere brings and takes its own; a shared one stays, with the bundles
+    of those that are gone, and cannot hold more.
+    """
+    config = config_of(
+        "prefill: {replicas: 2, placement: {strategy: STRICT_PACK}}\ndecode: {replicas: 2}"
+    )
+    sizes = {"prefill": 1, "decode": 3}
+    found = {group.name: group.nodes for group in groups_of(config, sizes)}
+    assert found == {
+        "prefill": ("prefill-0", "prefill-1"),
+        **{name: (name,) for name in ("decode-0", "decode-1", "decode-2")},
+    }
+    assert growth_obstacles(config, sizes) == []
+    (problem,) = growth_obstacles(config, {"prefill": 3, "decode": 2})
+    assert "prefill.placement.strategy STRICT_PACK" in problem
+    assert "may have 2 nodes at most" in problem
+    paired = config_of("ray: {pair_by: rack}\nprefill: {replicas: 2}\ndecode: {replicas: 2}")
+    assert [g.name for g in groups_of(paired, {"prefill": 1, "decode": 1})] == ["pair-0"]
+    (problem,) = growth_obstacles(paired, {"prefill": 3, "decode": 2})
+    assert problem.startswith("ray.pair_by: ")
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("SPREAD", "bca"), ("PACK", "aab")])
+def test_a_new_node_is_wished_where_its_pool_has_few_or_many(strategy: str, expected: str) -> None:
+    """Where there is room, as far as the cluster's own nodes take it: ``a`` holds three, and has
+    one already; ``c`` has a prefill node, which counts less than nodes of the pool.
+    """
+    config = config_of(f"decode: {{replicas: 4, placement: {{strategy: {strategy}}}}}")
+    groups = [g for g in groups_of(config) if g.name.startswith("decode")]
+    hosts = [host("a", CPU=3), host("b", CPU=3), host("c", CPU=3), host("d")]
+    placed = {"decode-0": "a", "prefill-0": "c"}
+    takes = {name: {"CPU": 1.0} for name in ("prefill-0", *(g.name for g in groups))}
+    found = targets(groups, placed, takes, hosts)
+    assert found == dict(zip(("decode-1", "decode-2", "decode-3"), expected, strict=True))
+    assert targets(groups, placed, takes, [host("d")]) == {}
 
 
 @pytest.mark.parametrize(("pair_by", "label"), [("host", HOST_LABEL), ("rack", "rack")])
