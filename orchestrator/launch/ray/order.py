@@ -85,8 +85,8 @@ def config_of(order: Order) -> ClusterConfig:
 
 
 def newest(orders: Iterable[Order]) -> Order:
-    """The one that counts, of some."""
-    return max(orders, key=lambda order: order.edition)
+    """The one that counts, of some; of equal ones a router's, which runs where it says."""
+    return max(orders, key=lambda order: (order.edition, order.kind == ROUTER))
 
 
 def is_ours(name: str) -> bool:
