@@ -175,6 +175,7 @@ class CacheUnderTest:
     ) -> None:
         folder.mkdir(parents=True)
         self._chunks = chunks
+        self._folder = folder
         self._socket = str(folder / "cache.sock")
         # Chunks may take half of it while they wait to be written
         room = (3 * chunks.count + 2) * (chunks.geometry.chunk_bytes + 4096)
@@ -225,7 +226,8 @@ class CacheUnderTest:
         while not (news := self._thread.take_news(DEADLINE_S)).loaded:
             assert time.perf_counter() - began < DEADLINE_S, "a load does not end"
         took = time.perf_counter() - began
-        assert news.loaded[0].is_whole, news.loaded[0]
+        log = (self._folder / "cache.log").read_text()[-2000:]
+        assert news.loaded[0].is_whole, f"{news.loaded[0]}, {self._thread.counters()}\n{log}"
         return took
 
     def forget_arena(self) -> None:

@@ -4,6 +4,7 @@ of its own, and all of its processes known by a mark.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import tempfile
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 80 * 2**20
 HOST_ENV = "SPLITSERVE_TEST_RAY_HOST"
 _ADDRESSES = iter(range(2, 250))
+_TOKEN = secrets.token_hex(32)
+"""One for all: Ray reads it once in a process."""
 
 
 class RayHosts:
@@ -55,7 +58,7 @@ class RayHosts:
     def __enter__(self) -> RayHosts:
         self._environ = dict(os.environ)
         # Ray listens on every interface; with a token it answers to nobody else
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_TOKEN)
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(self.folder))
         from ray.cluster_utils import Cluster
 
@@ -102,7 +105,8 @@ class RayHosts:
         """SIGKILL to everything on that host at once: Ray's processes and what they started."""
         node = self._nodes.pop(address)
         for process in self.processes(address):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         self._cluster.worker_nodes.discard(node)
         wait_for(lambda: not self.processes(address), 20, f"the end of {address}")

@@ -11,6 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from splitserve.orchestrator.agent.auth import operator_token
 from splitserve.orchestrator.config import (
     ConfigError,
@@ -106,7 +108,11 @@ class RayLauncher:
         found = {}
         for node in nodes(self.config):
             report = self._reports.get(node.name)
-            found[node.name] = status_of(report) if report is not None else None
+            status = status_of(report) if report is not None else None
+            if status is not None and self._brought is not None and self._brought.lost_routers:
+                # It says whether it is connected to every router, the lost one too
+                status = msgspec.structs.replace(status, router_connected=True)
+            found[node.name] = status
         names = self._router_names
         states = dict(
             zip(names, await asyncio.gather(*map(self._router_state, names)), strict=True)
