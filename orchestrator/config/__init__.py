@@ -35,15 +35,14 @@ from splitserve.orchestrator.config.nodes import (
     router_url,
     router_urls,
 )
+from splitserve.orchestrator.config.policy_schema import ConditionalConfig, PolicyConfig
 from splitserve.orchestrator.config.ray_schema import PlacementConfig, RayConfig
 from splitserve.orchestrator.config.schema import (
     ApiKeyConfig,
     ClusterConfig,
-    ConditionalConfig,
     EngineArgs,
     ModelConfig,
     ObservabilityConfig,
-    PolicyConfig,
     PoolConfig,
     RouterConfig,
     SecurityConfig,

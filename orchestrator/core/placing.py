@@ -22,10 +22,7 @@ from splitserve.orchestrator.core.effects import (
     StartAlone,
     StartPair,
 )
-from splitserve.orchestrator.core.expected_hits import (
-    NO_HIT,
-    Known,
-)
+from splitserve.orchestrator.core.expected_hits import NO_HIT, Known
 from splitserve.orchestrator.core.fair_queue import FairQueue
 from splitserve.orchestrator.core.lifecycle import DeadlineKind, Phase, Trigger
 from splitserve.orchestrator.core.membership import DECODE, PREFILL
@@ -300,8 +297,8 @@ class Placing(Suspecting, ABC):
         timeline.attempts, timeline.dispatched = request.attempt, now
         if timeline.first_dispatched is None:
             timeline.first_dispatched = now
-        else:
-            self._note_redispatch(request, now)
+        elif timeline.first_data is None:
+            timeline.redispatched = now  # Legs leave that replace failed ones
         timeline.prefill_node = ""
         expected = choice.decode_hit if choice.prefill is None else choice.prefill_hit
         timeline.expected_cached_tokens = expected.counted_tokens
@@ -312,11 +309,10 @@ class Placing(Suspecting, ABC):
             self.deadlines[DeadlineKind.FIRST_TOKEN].arm(request.id, now)
         return choice
 
-    @staticmethod
-    def _note_redispatch(request: Request, now: float) -> None:
-        """Legs leave that replace failed ones."""
-        if request.timeline.first_data is None:
-            request.timeline.redispatched = now
+    def _counted(self, node: Node) -> None:
+        """What this router has on the node has changed."""
+        self.membership.touched(node)
+        self.peers.touch(node)
 
     def _serve(self, request: Request, choice: Choice) -> None:
         """The request, if it waits, leaves the queue at its tenant's cost: its tokens, but no more
@@ -336,9 +332,8 @@ class Placing(Suspecting, ABC):
             node.placed_at_once += 1
         node.committed_blocks += blocks
         node.chosen_at = self._choices
-        self.membership.touched(node)
+        self._counted(node)
         request.has_decode_leg = True
-        self.peers.touch(node)
         if not node.decode_breaker.is_clean:
             self.note_placed(node, "decode", request, now)
 
@@ -350,9 +345,8 @@ class Placing(Suspecting, ABC):
         node.prefill_tokens += _to_prefill(request)
         node.committed_blocks += blocks
         node.chosen_at = self._choices
-        self.membership.touched(node)
+        self._counted(node)
         request.has_prefill_leg = True
-        self.peers.touch(node)
         if not node.prefill_breaker.is_clean:
             self.note_placed(node, "prefill", request, now)
 
@@ -431,9 +425,8 @@ class Placing(Suspecting, ABC):
         choice.prefill.prefill_legs -= 1
         choice.prefill.prefill_tokens -= _to_prefill(request)
         choice.prefill.committed_blocks -= choice.prefill_blocks
-        self.membership.touched(choice.prefill)
+        self._counted(choice.prefill)
         request.has_prefill_leg = False
-        self.peers.touch(choice.prefill)
         self._may_place = True
         if not choice.prefill.prefill_breaker.is_clean:
             self.note_over(choice.prefill, "prefill", request)
@@ -447,9 +440,8 @@ class Placing(Suspecting, ABC):
         if not request.arrived.needs_kv:
             choice.decode.placed_at_once -= 1
         choice.decode.committed_blocks -= choice.decode_blocks
-        self.membership.touched(choice.decode)
+        self._counted(choice.decode)
         request.has_decode_leg = False
-        self.peers.touch(choice.decode)
         if not self._waits_for_slot or self.queue.passing:
             self._may_place = True
         if not choice.decode.decode_breaker.is_clean:
