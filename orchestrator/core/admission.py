@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.orchestrator.core.flipping import Flipping
 from splitserve.orchestrator.core.lifecycle import Trigger
-from splitserve.orchestrator.core.placing import is_choosy
+from splitserve.orchestrator.core.requests import is_choosy
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.core.effects import Effect

@@ -37,6 +37,7 @@ from splitserve.orchestrator.core.placement import (
     decision,
 )
 from splitserve.orchestrator.core.prefix_index import PrefixIndex
+from splitserve.orchestrator.core.requests import is_choosy
 from splitserve.orchestrator.core.suspecting import Suspecting
 
 if TYPE_CHECKING:
@@ -297,8 +298,8 @@ class Placing(Suspecting, ABC):
         timeline.attempts, timeline.dispatched = request.attempt, now
         if timeline.first_dispatched is None:
             timeline.first_dispatched = now
-        elif timeline.first_data is None:
-            timeline.redispatched = now  # Legs leave that replace failed ones
+        else:
+            self._note_redispatch(request, now)
         timeline.prefill_node = ""
         expected = choice.decode_hit if choice.prefill is None else choice.prefill_hit
         timeline.expected_cached_tokens = expected.counted_tokens
@@ -313,6 +314,12 @@ class Placing(Suspecting, ABC):
         """What this router has on the node has changed."""
         self.membership.touched(node)
         self.peers.touch(node)
+
+    @staticmethod
+    def _note_redispatch(request: Request, now: float) -> None:
+        """Legs leave that replace failed ones."""
+        if request.timeline.first_data is None:
+            request.timeline.redispatched = now
 
     def _serve(self, request: Request, choice: Choice) -> None:
         """The request, if it waits, leaves the queue at its tenant's cost: its tokens, but no more
@@ -471,11 +478,6 @@ class Placing(Suspecting, ABC):
         oldest = self.queue.first_of(request.arrived.tenant) or self.queue.first()
         waited = now - oldest.arrived_at if oldest is not None else 0.0
         return max(1, ceil(min(waited, self.limits.queue_timeout_s)))
-
-
-def is_choosy(request: Request) -> bool:
-    """Whether not every node can serve the request."""
-    return bool(request.arrived.adapter or request.arrived.bound_to)
 
 
 def has_same_adapter(node: Node, other: Node, request: Request) -> bool:

@@ -53,3 +53,8 @@ class Request:
     def transfer_id(self) -> str:
         """Names the transfer between the present legs."""
         return f"{self.arrived.request_id}.{self.transfer_attempt}"
+
+
+def is_choosy(request: Request) -> bool:
+    """Whether not every node can serve the request."""
+    return bool(request.arrived.adapter or request.arrived.bound_to)

@@ -34,9 +34,8 @@ from splitserve.orchestrator.core.lifecycle import TRANSITIONS, DeadlineKind, Ph
 from splitserve.orchestrator.core.membership import DECODE, Node, OrderedRole
 from splitserve.orchestrator.core.peers import NO_LOAD
 from splitserve.orchestrator.core.placement import is_idle
-from splitserve.orchestrator.core.placing import is_choosy
 from splitserve.orchestrator.core.probing import Probing
-from splitserve.orchestrator.core.requests import Request
+from splitserve.orchestrator.core.requests import Request, is_choosy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
