@@ -1,5 +1,5 @@
 """The router's end of a process that is told of requests that have ended: one makes and sends spans
-(``observe.span_program``), one writes the log (``log_program``). Keeps it running.
+(``observe.span_program``), one writes the log (``observe.log_program``). Keeps it running.
 
 A pipe that is full loses requests, which are counted: the router never waits.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SPAN_PROGRAM = "splitserve.orchestrator.observe.span_program"
-LOG_PROGRAM = "splitserve.orchestrator.router.log_program"
+LOG_PROGRAM = "splitserve.orchestrator.observe.log_program"
 HELD_LIMIT_BYTES = 4 * 2**20
 """Requests that wait in the router for the process to read them, some 20,000."""
 RESTART_DELAY_S = 5.0

@@ -1,7 +1,7 @@
 """One JSON line per request: when what happened to it, and who served it.
 
 Lines are collected and written together a few times a second, by a process of their own while it
-runs (``log_program``), so a request never waits for the log. A line waits for what the nodes say of
+runs (``observe.log_program``), so a request never waits for the log. A line waits for what the nodes say of
 the request's transfer, for at most ``FACTS_WAIT_S``.
 """
 

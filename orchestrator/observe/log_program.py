@@ -1,4 +1,4 @@
-"""``python -m splitserve.orchestrator.router.log_program``: writes the router's request log to its
+"""``python -m splitserve.orchestrator.observe.log_program``: writes the router's request log to its
 standard output, in a process of its own.
 
 A router has one thread for all requests, and making a line takes longer than handing over what it
