@@ -1,8 +1,8 @@
 """One JSON line per request: when what happened to it, and who served it.
 
 Lines are collected and written together a few times a second, by a process of their own while it
-runs (``observe.log_program``), so a request never waits for the log. A line waits for what the nodes say of
-the request's transfer, for at most ``FACTS_WAIT_S``.
+runs (``observe.log_program``), so a request never waits for the log. A line waits for what the
+nodes say of the request's transfer, for at most ``FACTS_WAIT_S``.
 """
 
 from __future__ import annotations
