@@ -27,7 +27,7 @@ def main() -> int:
     )
     lines = LogLines(sys.stdout.buffer)
     for records in records_in(sys.stdin.buffer):
-        lines.write(record for record, _ in records)
+        lines.write(records)
     return 0
 
 

@@ -59,7 +59,7 @@ def main() -> int:
         _tell,
     )
     for records in records_in(sys.stdin.buffer):
-        for record, _ in records:
+        for record in records:
             sender.put(record)
     sender.close(CLOSE_TIMEOUT_S)
     return 0

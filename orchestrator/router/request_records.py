@@ -59,9 +59,9 @@ def frame_of(requests: list[Ended], wall_offset: float) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def records_in(stream: IO[bytes]) -> Iterator[list[tuple[dict[str, Any], bool]]]:
-    """What ``frame_of`` made, frame by frame until the stream ends, in one or in its middle: each
-    request's record, and whether it is traced.
+def records_in(stream: IO[bytes]) -> Iterator[list[dict[str, Any]]]:
+    """The records of what ``frame_of`` was given, frame by frame until the stream ends, in one or
+    in its middle.
     """
     while len(length := stream.read(_LENGTH.size)) == _LENGTH.size:
         (size,) = _LENGTH.unpack(length)
@@ -70,7 +70,7 @@ def records_in(stream: IO[bytes]) -> Iterator[list[tuple[dict[str, Any], bool]]]
             return
         wall_offset, requests = _decode(content)
         yield [
-            (as_record(timeline, tally, wall_offset, account), tally.is_traced)
+            as_record(timeline, tally, wall_offset, account)
             for timeline, tally, account in requests
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -141,3 +142,16 @@ def test_a_router_that_ray_starts_no_more_is_the_end() -> None:
     assert "started it again 5 times" in str(launcher.broken())
     launcher._is_moving = True
     assert launcher.broken() is None
+
+
+async def test_a_router_that_lost_its_host_keeps_no_up_waiting() -> None:
+    """Nodes cannot be connected to it: they count as connected while another one serves. With both
+    routers there they do not.
+    """
+    reports = {name: report(status=status(name, router_connected=False)) for name in NODES}
+    for lost, connected in ((frozenset({"router-1"}), True), (frozenset[str](), False)):
+        launcher = launcher_of(whole() | reports)
+        launcher._brought = SimpleNamespace(lost_routers=lost)  # type: ignore[assignment]
+        launcher.urls = ("http://127.0.0.1:1",)
+        found = await launcher.status()
+        assert {node.router_connected for node in found.nodes.values() if node} == {connected}
