@@ -1,8 +1,9 @@
 """How fast does the cache's mooncake tier read and write chunks, beside Mooncake's own client?
 
-One real master and one owner of memory, each a process on loopback. Chunks' bodies lie in an arena,
-as in the cache server. In every round each contestant moves the same chunks, in an order that
-rotates; ratios are to the bare client of the same round.
+One real master and one owner of memory, each a process on loopback. Chunks lie in an arena, headers
+too: those of the cache server's readers are in shared memory as well. In every round each
+contestant moves the same chunks, in an order that rotates; ratios are to the bare client of the
+same round.
 
 - *bare*: ``batch_put_from_multi_buffers`` and ``batch_get_into_multi_buffers`` in this process, all
   memory registered once, as many chunks to a call as the tier takes. Twice, with the same code:

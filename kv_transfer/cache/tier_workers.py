@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from queue import Empty, Queue
 from time import monotonic
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from splitserve.kv_transfer.cache.chunk_coding import try_codec
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
 from splitserve.kv_transfer.cache.codecs.names import RAW
+from splitserve.kv_transfer.cache.header_room import HeaderRoom
 from splitserve.kv_transfer.cache.tiers.base import (
     ChunkBuffers,
     ReadOutcome,
     TierError,
     WriteOutcome,
-    new_header,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +145,12 @@ class TierWorkers:
         self.is_stopping = False
         """Nothing is begun any more."""
         self._write_until = float("inf")
-        names = [("read", self._read_loop)] * readers
+        self._room = HeaderRoom(readers * READ_BATCH_LIMIT)
+        tier.use_memory(self._room.shared)
+        names: list[tuple[str, Callable[[], None]]] = [
+            ("read", partial(self._read_loop, self._room.headers[number::readers]))
+            for number in range(readers)
+        ]
         names += [("ask", self._ask_loop), ("write", self._write_loop)]
         self._threads = [
             threading.Thread(
@@ -217,6 +223,7 @@ class TierWorkers:
         if self._failure is not None or any(thread.is_alive() for thread in self._threads):
             return False
         self._tier.close()
+        self._room.close()
         return True
 
     # -- the tier's threads --------------------------------------------------------------------
@@ -230,7 +237,7 @@ class TierWorkers:
             self._failure = error
             self._wake()
 
-    def _read_loop(self) -> None:
+    def _read_loop(self, headers: Sequence[memoryview]) -> None:
         while (job := self._reads.get()) is not None:
             batch = [job]
             while len(batch) < READ_BATCH_LIMIT:
@@ -242,7 +249,7 @@ class TierWorkers:
                     self._reads.put(None)  # The end is for the loop.
                     break
                 batch.append(other)
-            self._do_read(batch)
+            self._do_read(batch, headers)
 
     def _ask_loop(self) -> None:
         """Questions have a thread of their own: behind reads their answers would be late."""
@@ -277,11 +284,10 @@ class TierWorkers:
             return
         self._done(Probed(monotonic() - began))
 
-    def _do_read(self, batch: list[ReadJob]) -> None:
-        headers = [new_header() for _ in batch]
+    def _do_read(self, batch: list[ReadJob], headers: Sequence[memoryview]) -> None:
         buffers = [
             ChunkBuffers(job.key, header, job.body, may_be_shorter=True)
-            for job, header in zip(batch, headers, strict=True)
+            for job, header in zip(batch, headers, strict=False)
         ]
         left = set(range(len(batch)))
         last = monotonic()

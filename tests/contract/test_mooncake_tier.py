@@ -22,6 +22,7 @@ from splitserve.kv_transfer.cache.arena import Arena
 from splitserve.kv_transfer.cache.chunk import Chunk as CacheChunk
 from splitserve.kv_transfer.cache.chunk_codec import ChunkCodec
 from splitserve.kv_transfer.cache.chunk_format import BadChunkError
+from splitserve.kv_transfer.cache.header_room import HeaderRoom
 from splitserve.kv_transfer.cache.sealing import Sealer
 from splitserve.kv_transfer.cache.settings import TierSettings
 from splitserve.kv_transfer.cache.tiers import registry
@@ -97,14 +98,17 @@ def read_all(tier: Any, chunks: list[Chunk]) -> list[ReadOutcome]:
     return [outcomes[index] for index in range(len(chunks))]
 
 
-def test_bodies_in_the_arena_are_moved_in_place(store: MooncakeStore) -> None:
-    """Small ones and one larger than a call, written out of the arena and read into other places of
-    it, some of which have room for more; the client maps it, and has memory of its own for headers
-    only.
+def test_what_lies_in_shared_memory_is_moved_in_place(store: MooncakeStore) -> None:
+    """Small bodies and one larger than a call, written out of the arena and read into other places
+    of it, some of which have room for more, headers into memory of theirs; a client that ran before
+    maps both, and has memory of its own only for headers that lie elsewhere.
     """
-    arena = Arena(48 * MIB)
+    arena, room = Arena(48 * MIB), HeaderRoom(5)
     tier: Any = store.tier
+    tier.check()
+    pid = pid_of(tier)
     tier.use_memory(arena.shared)
+    tier.use_memory(room.shared)
     sizes = [4096, 2 * MIB, 9 * MIB, 40_000, 40_000]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     written, read = [], []
@@ -114,22 +118,24 @@ def test_bodies_in_the_arena_are_moved_in_place(store: MooncakeStore) -> None:
         body = arena.memory.view[start : start + size]
         body[:] = os.urandom(size)
         written.append(ChunkBuffers(key, header, body))
-        start, room = start + number * MIB + 16 * MIB, size + number // 2 * 1000
-        body = arena.memory.view[start : start + room]
-        read.append(ChunkBuffers(key, new_header(), body, may_be_shorter=room > size))
+        start, space = start + number * MIB + 16 * MIB, size + number // 2 * 1000
+        body = arena.memory.view[start : start + space]
+        read.append(ChunkBuffers(key, room.headers[number], body, may_be_shorter=space > size))
     assert tier.write(written) == [WRITTEN] * len(sizes)
     assert dict(tier.read(read)) == dict.fromkeys(range(len(sizes)), HIT)
     for put, got in zip(written, read, strict=True):
         assert put.header == got.header
         assert put.body == got.found_body
-    maps = [line for line in _maps_of(pid_of(tier)) if "memfd:" in line]
+    maps = [line for line in _maps_of(pid) if "memfd:" in line]
     sizes_of = {line.split("memfd:")[1].split()[0]: _length(line) for line in maps}
     assert sizes_of["splitserve-cache"] == arena.size_bytes
+    assert sizes_of["splitserve-headers"] == 5 * HEADER_BYTES
     assert sizes_of["splitserve-mooncake"] <= MIB
     tier.close()
     for chunk in (*written, *read):
         chunk.body.release()
     arena.close()
+    room.close()
 
 
 def _maps_of(pid: int) -> list[str]:

@@ -62,7 +62,8 @@ class WriteOutcome(enum.Enum):
 class ChunkBuffers:
     """Where one chunk is read to or written from.
 
-    Contiguous bytes. Page-aligned ones (slots of the arena, ``new_header``) are the fast ones.
+    Contiguous bytes. Page-aligned ones (slots of the arena, a ``HeaderRoom``, ``new_header``) are
+    the fast ones.
     What a read leaves in them is undefined unless it is a hit.
     """
 
@@ -115,7 +116,7 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The arena, as a process beside this one can map it too."""
+    """Memory that a process beside this one can map too: the arena, and room for headers."""
 
     descriptor: int
     """Stays the owner's, and open until the tier is closed."""
@@ -134,8 +135,9 @@ class Tier(Protocol):
         """Fixed over the life of the tier."""
 
     def use_memory(self, memory: SharedMemory) -> None:
-        """Bodies lie in this memory as a rule: a tier may map or register it, others are read and
-        written all the same. Called at most once, before the first chunk.
+        """Headers and bodies lie in this memory as a rule: a tier may map or register it, others
+        are read and written all the same. Called for each such memory, before the first chunk that
+        lies in it, by one thread at a time.
         """
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Chunks as objects of a Mooncake Store: memory of many hosts behind one master.
 
 Mooncake's own client moves them, in a process of its own (``mooncake_client.py``) that maps the
-arena and registers it, several chunks to a call, each from or into two buffers. It is a client
-only: the memory is that of others, such as Mooncake's ``mooncake_client``.
+cache's memory and registers it, several chunks to a call, each from or into two buffers. It is a
+client only: what stores is the memory of others, such as Mooncake's ``mooncake_client``.
 
 The store forgets: it evicts, loses what the owner of a segment held when that one ends, and
 everything when the master does. All of this is absence. What the store does not do while somebody
@@ -128,7 +128,7 @@ class MooncakeTier:
         self._prefix = options.prefix.encode()
         self._capacity_bytes = settings.capacity_bytes
         self._only_reads = settings.admission == "never"
-        self._arena: SharedMemory | None = None
+        self._memories: list[SharedMemory] = []
         self._places = threading.BoundedSemaphore(options.concurrency)
         self._lock = threading.Lock()
         """Held while a process is started or given up."""
@@ -138,8 +138,8 @@ class MooncakeTier:
         self._removals = Removals(self._remove_now)
 
     def use_memory(self, memory: SharedMemory) -> None:
-        """It is mapped and registered by the client's process."""
-        self._arena = memory
+        """It is mapped and registered by the client's process with the next call."""
+        self._memories.append(memory)
 
     def check(self) -> None:
         """The master answers on both ports, and the store takes an object."""
@@ -272,6 +272,7 @@ class MooncakeTier:
         try:
             with self._lock:
                 process = self._running()
+                process.use(self._memories)
             lane = process.take()
             try:
                 codes = ask(lane)
@@ -311,7 +312,6 @@ class MooncakeTier:
             lanes=options.concurrency,
             timeout_s=options.timeout_s,
             connect_timeout_s=options.connect_timeout_s,
-            arena=self._arena,
         )
         return self._process
 

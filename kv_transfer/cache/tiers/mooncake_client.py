@@ -1,5 +1,7 @@
 """Mooncake's client from outside: the process of ``mooncake_process.py``, and lanes to it.
 
+Bytes in memory that the process maps too are moved in place, others by way of a lane's own memory.
+
 The client's own calls may wait for a minute, and a store that stands still cannot be told to leave
 the memory alone. So it has a process of its own: one that does not answer in time is killed, and
 when it is gone nobody writes to the arena any more. A new one takes about a tenth of a second.
@@ -7,6 +9,7 @@ when it is gone nobody writes to the arena any more. A new one takes about a ten
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -20,11 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from splitserve.kv_transfer.cache.tiers.base import (
-    HEADER_BYTES,
-    TierConfigError,
-    TierUnavailableError,
-)
+from splitserve.kv_transfer.cache.tiers.base import TierConfigError, TierUnavailableError
 from splitserve.kv_transfer.cache.tiers.mooncake_process import (
     MESSAGE_LIMIT_BYTES,
     OK,
@@ -55,8 +54,6 @@ STAGING_STEP_BYTES = 1 << 20
 _PROGRAM = "splitserve.kv_transfer.cache.tiers.mooncake_process"
 _OURS = "SPLITSERVE_"
 """Such variables may hold the cluster's and the cache's secret."""
-_ARENA = 0
-"""Number of its region; those of the lanes follow."""
 
 
 class ClientProcess:
@@ -69,7 +66,6 @@ class ClientProcess:
         lanes: int,
         timeout_s: float,
         connect_timeout_s: float,
-        arena: SharedMemory | None,
     ) -> None:
         """It is connected. Raises ``TierConfigError`` without the library, and
         ``TierUnavailableError``.
@@ -87,15 +83,13 @@ class ClientProcess:
         # It waits for the master, then for the owner of a segment
         limit_s = timeout_s + math.ceil(timeout_s) + GRACE_S
         self.is_lost = False
-        self.arena = arena
         self._lock = threading.Lock()
-        self._idle = [
-            Lane(self, ours, limit_s, number) for number, (ours, _) in enumerate(pairs, _ARENA + 1)
-        ]
+        self._idle = [Lane(self, ours, limit_s, number) for number, (ours, _) in enumerate(pairs)]
+        self._first_region = lanes
+        """Of memory that is shared; lower numbers are those of the lanes' own."""
+        self._shared: list[SharedMemory] = []
         try:
             self._idle[0].ask(where, limit_s=START_LIMIT_S)
-            if arena is not None:
-                self._idle[0].share(_ARENA, arena.descriptor, arena.size_bytes)
         except BaseException:
             self.close()
             raise
@@ -104,6 +98,29 @@ class ClientProcess:
     def pid(self) -> int:
         """For those who look at it from outside."""
         return self._process.pid
+
+    def use(self, memories: Sequence[SharedMemory]) -> None:
+        """It has these mapped, which begin with those that it had; one caller at a time, while a
+        lane is free. Raises ``TierError``.
+        """
+        for memory in memories[len(self._shared) :]:
+            lane = self.take()
+            try:
+                region = self._first_region + len(self._shared)
+                lane.share(region, memory.descriptor, memory.size_bytes)
+            finally:
+                self.give_back(lane)
+            self._shared.append(memory)
+
+    def place(self, view: memoryview) -> tuple[int, int] | None:
+        """Region and offset where the process finds these bytes; None: it does not."""
+        if view.readonly or not view:
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        for region, memory in enumerate(self._shared, self._first_region):
+            if 0 <= address - memory.address <= memory.size_bytes - len(view):
+                return region, address - memory.address
+        return None
 
     def take(self) -> Lane:
         """A lane that nobody else uses. There is one: no more are taken than there are."""
@@ -137,7 +154,7 @@ class ClientProcess:
 
 
 class Lane:
-    """One question at a time, with memory for headers, and for bodies outside of the arena."""
+    """One question at a time, with memory for what lies in none that is shared."""
 
     def __init__(
         self, process: ClientProcess, connection: socket.socket, limit_s: float, region: int
@@ -212,24 +229,18 @@ class Lane:
         self._connection.close()
 
     def _pieces(self, chunks: Sequence[ChunkBuffers]) -> list[list[Piece]]:
-        """Where header and body of each lie: in the arena, or in this lane's own memory."""
-        end = HEADER_BYTES * len(chunks)
+        """Where header and body of each lie: in shared memory, or in this lane's own."""
+        end = 0
         found: list[list[Piece]] = []
-        for number, chunk in enumerate(chunks):
-            size = len(chunk.body)
-            offset = self._offset_in_arena(chunk.body)
-            body = (_ARENA, offset, size) if offset is not None else (self._region, end, size)
-            end += 0 if offset is not None else size
-            found.append([(self._region, HEADER_BYTES * number, HEADER_BYTES), body])
+        for chunk in chunks:
+            pieces: list[Piece] = []
+            for view in (chunk.header, chunk.body):
+                region, offset = self._process.place(view) or (self._region, end)
+                pieces.append((region, offset, len(view)))
+                end += len(view) if region == self._region else 0
+            found.append(pieces)
         self._make_room(end)
         return found
-
-    def _offset_in_arena(self, body: memoryview) -> int | None:
-        arena = self._process.arena
-        if arena is None or not body:
-            return None
-        offset = int(_array(body).ctypes.data) - arena.address
-        return offset if 0 <= offset <= arena.size_bytes - len(body) else None
 
     def _make_room(self, size_bytes: int) -> None:
         """The lane's memory is at least so large; it never shrinks."""

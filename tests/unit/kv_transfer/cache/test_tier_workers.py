@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from splitserve.kv_transfer.cache.tiers.base import HEADER_BYTES, ReadOutcome, T
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers
+    from splitserve.kv_transfer.cache.tiers.base import ChunkBuffers, SharedMemory
 
 KEYS = [bytes(8) + bytes([n]) + bytes(23) for n in range(40)]
 ROOM = 2**24
@@ -52,6 +53,12 @@ class Tier(MemoryTier):
         self.may_read = threading.Event()
         self.may_read.set()
         self.is_closed = False
+        self.memories: list[SharedMemory] = []
+        self.headers_at: list[list[int]] = []
+        """Addresses of the headers of each batch."""
+
+    def use_memory(self, memory: SharedMemory) -> None:
+        self.memories.append(memory)
 
     def _check(self) -> None:
         assert self.may_go_on.wait(20)
@@ -64,6 +71,8 @@ class Tier(MemoryTier):
 
     def read(self, chunks: Sequence[ChunkBuffers]) -> Iterator[tuple[int, ReadOutcome]]:
         assert self.may_read.wait(20)
+        at = [ctypes.addressof(ctypes.c_char.from_buffer(chunk.header)) for chunk in chunks]
+        self.headers_at.append(at)
         for index, outcome in super().read(chunks):
             if index == 1:
                 self._check()
@@ -139,6 +148,27 @@ def test_what_is_written_is_read(rig: Rig) -> None:
     ]  # fmt: skip
     assert [int.from_bytes(body[:8]) for body in bodies] == [1, 2]
     assert read[0].chunk.checksums == body_checksums(bodies[0], PAGES, 1)
+
+
+def test_headers_are_read_into_memory_that_the_tier_may_map(rig: Rig) -> None:
+    """Each of a batch to a place of its own, and the next batch to the same ones again; each chunk
+    is still told apart by its own header.
+    """
+    rig.write(*range(20))
+    rig.until(20)
+    for batch in (range(10), range(10, 20)):
+        rig.tier.may_read.clear()
+        rig.read(*batch)
+        rig.tier.may_read.set()
+        read = rig.until(10)
+        assert [(result.key, result.chunk.offset) for result in read] == [
+            (KEYS[number], 4096 * number) for number in batch
+        ]
+    [memory] = rig.tier.memories
+    places = set(range(memory.address, memory.address + memory.size_bytes, HEADER_BYTES))
+    for batch_at in rig.tier.headers_at:
+        assert len(set(batch_at)) == len(batch_at)
+        assert places.issuperset(batch_at)
 
 
 def test_what_is_not_there(rig: Rig) -> None:
