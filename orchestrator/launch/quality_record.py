@@ -124,6 +124,7 @@ def keep_record(config: ClusterConfig, found: Sequence[CodecQuality]) -> Path:
     codecs = (*(each for each in kept if each.codec not in names), *found)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(path, _text(QualityRecord(**facts, codecs=codecs)).encode())
+    path.chmod(0o644)  # Nothing in it is secret, and a service's user may be another one
     return path
 
 

@@ -115,3 +115,25 @@ def test_the_gpu_kernels_fill_and_read_pages_as_the_reference(mode: str, tmp_pat
     answer = json.loads(ended.stdout)
     assert answer["cases"] == 21
     assert answer["wrong"] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(320)
+def test_gpus_round_each_product_and_quotient(tmp_path: Path) -> None:
+    """As the reference does: compiled for a GPU nothing is fused, approximate or flushed to zero,
+    and the sums that round to integers are left in.
+    """
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM.with_name("triton_quantise_compiled.py"))],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    assert len(answer) == 6
+    for name, found in answer.items():
+        assert found["add.rn.f32"], name
+        assert bool(found["div.rn.f32"]) == (not name.startswith("dequantise")), name
+        assert not any(found[other] for other in ("div.full", "div.approx", "rcp", "fma", "ftz"))

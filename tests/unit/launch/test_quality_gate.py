@@ -8,8 +8,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
-from splitserve.orchestrator.config import ConfigError
+from splitserve.orchestrator.cli.main import main
+from splitserve.orchestrator.config import ConfigError, load
 from splitserve.orchestrator.config.loading import parse
 from splitserve.orchestrator.engines.transformers.findings import CodecQuality
 from splitserve.orchestrator.launch import quality_gate
@@ -249,6 +251,26 @@ def test_up_without_the_model_takes_the_record(state: Path, tiny_model: Path) ->
     keep_record(config_of(state, tiny_model, "int8"), figures(int8=0.006))
     with pytest.raises(ConfigError, match="int8 costs"):
         hold_quality(far, "c.yaml", said.append)
+
+
+@pytest.mark.parametrize(
+    "command", [("up",), ("up", "--detach"), ("quickstart",)], ids=lambda command: command[-1]
+)
+def test_no_command_starts_a_cluster_beyond_the_limit(
+    state: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Whichever it is, on Ray too."""
+    pool = "{placement: {num_cpus: 1}, engine_args: {dtype: bfloat16, block_size: 32}}"
+    (state / "ray.yaml").write_text(
+        f"launcher: ray\nmodel: {{path: owner/model}}\nprefill: {pool}\ndecode: {pool}\n"
+        f"cache: {{chunk_tokens: 64, quality: {{text: {state}/prose.txt, max_kl: 0.005}}, tiers: "
+        "[{type: cpu, capacity_bytes: 8 MiB}, {type: s3, url: 's3://b/p', codec: int8}]}\n"
+    )
+    config = load(str(state / "ray.yaml"))
+    keep_record(config, figures(int8=0.006))
+    result = CliRunner().invoke(main, [*command, str(state / "ray.yaml")])
+    assert result.exit_code == 2
+    assert "int8 costs 0.006 nats per token" in result.stderr
 
 
 def test_a_record_grows_by_codecs(state: Path, tiny_model: Path) -> None:
