@@ -34,7 +34,7 @@ from harness.stats import aa_ratio_spread, summarise
 from splitserve.kv_transfer.cache import packets
 from splitserve.kv_transfer.cache.arena import Arena
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
-from splitserve.kv_transfer.cache.keys import NO_TENANT, chunk_keys, root_key
+from splitserve.kv_transfer.cache.keys import NO_TENANT, chunk_keys, compile_keys, root_key
 from splitserve.kv_transfer.cache.lookup_client import LookupClient
 from splitserve.kv_transfer.cache.messages import (
     PROTOCOL_VERSION,
@@ -288,6 +288,7 @@ def hashing(rounds: int) -> list[dict[str, Any]]:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    compile_keys()  # As an engine does when it starts.
     hash_function = get_hash_fn_by_name("sha256")
     init_none_hash(hash_function)
     rng = random.Random(3)

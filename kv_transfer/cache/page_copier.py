@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COPY_LIMIT_BYTES = 256 * 1024
 WORD_BYTES = 8
+STEPS_KEPT = 64
+"""Of chunks that are being saved: all their layers take the same ones."""
 NOT_COPIED = -1
 NOT_SUMMED = -1
 
@@ -65,6 +67,7 @@ class PageCopier:
         self._converter = PageConverter(layout, geometry)
         self.coded = CodedLoader(layout, geometry, self._converter)
         self.geometry = geometry
+        self._steps_to_save = lru_cache(maxsize=STEPS_KEPT)(self._find_steps_to_save)
 
     @property
     def rank_bytes(self) -> int:
@@ -134,7 +137,7 @@ class PageCopier:
                 summed.update(view[at : at + size])
         return {piece: s.intdigest().to_bytes(WORD_BYTES, "little") for piece, s in sums.items()}
 
-    def _steps_to_save(self, block_ids: tuple[int, ...]) -> list[Step]:
+    def _find_steps_to_save(self, block_ids: tuple[int, ...]) -> list[Step]:
         return self._steps(0, block_ids, [(self._layout.first_head, self._layout.heads, 0)])
 
     def _steps_to_load(self, pieces: int, first_block: int, block_ids: Sequence[int]) -> list[Step]:

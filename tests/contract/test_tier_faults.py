@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -126,11 +127,10 @@ def until(call: Callable[[], bool]) -> None:
     """It is true, though on a loaded machine not with the first try."""
     end = time.monotonic() + START_DEADLINE_S
     while True:
-        try:
+        with suppress(TierUnavailableError):
             if call():
                 return
-        except TierUnavailableError:
-            assert time.monotonic() < end
+        assert time.monotonic() < end, "it never is"
         time.sleep(POLL_S)
 
 

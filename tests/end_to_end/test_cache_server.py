@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 from support.cache_rig import (
     CHUNK_TOKENS,
@@ -25,6 +24,7 @@ from support.cache_rig import (
     settings_in,
     until,
 )
+from support.standing_still import stand_still
 
 from splitserve.kv_transfer.cache import lookup_client
 
@@ -154,11 +154,7 @@ class Writer:
 
     def stop(self) -> None:
         """It does nothing from now on."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        until(
-            lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED,
-            "the process to stop",
-        )
+        stand_still(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 from support.mock_cluster import TOKENS, Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import POLL_S
+from support.standing_still import stand_still
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -207,7 +208,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_loaded(cluster: Cluster)
     await engine.until(lambda s: s.waiting == 1, "request")
     answered = time.monotonic() + 0.1  # Of the look-up, which takes a hundredth of that.
     await engine.until(lambda _: time.monotonic() > answered, "answer")
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     try:
         await engine.faults()
         await engine.until(lambda s: s.counters["cache_load_tokens"] > loads, "load")
@@ -267,7 +268,7 @@ async def test_the_cache_server_is_stopped_for_a_while(cluster: Cluster) -> None
     await cluster.text(prompt)
     await settle(cluster)
     pid = server_pid(cluster)
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     try:
         fresh = [prompt_of(150, start=400 + n) for n in range(4)]
         answers = await asyncio.gather(*map(cluster.text, [prompt, *fresh]))

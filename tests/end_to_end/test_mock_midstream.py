@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from support.mock_cluster import Cluster, prompt_of, running_cluster
+from support.standing_still import stand_still
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,7 +87,7 @@ async def test_a_stopped_engine_is_left_when_it_stays_silent(cluster: Cluster) -
     right = [event async for event in events(cluster, body)]
     stream = await held_stream(cluster, body)
     stopped = cluster.up.node(stream.node)["incarnation"]
-    cluster.process(stream.node).send_signal(signal.SIGSTOP)
+    stand_still(cluster.process(stream.node).pid)
     try:
         await let_go(cluster, but=stream.node)
         async with asyncio.timeout(20):

@@ -5,7 +5,6 @@ stopped: real processes behind a real router.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import pytest
 import pytest_asyncio
 from support.mock_cluster import TOKENS, Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import POLL_S
+from support.standing_still import tell
 
 from splitserve.orchestrator.agent.auth import agent_token
 
@@ -136,7 +136,7 @@ class Shared:
         """To the engine's process."""
         for process, settings in self.cluster._processes():
             if settings["node"] == name:
-                os.kill(process.pid, number)
+                tell(process.pid, number)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

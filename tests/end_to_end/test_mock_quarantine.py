@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -17,6 +15,7 @@ from click.testing import CliRunner
 from support.bank_client import LONG
 from support.mock_cluster import Cluster, alone, prompt_of, running_cluster
 from support.mock_engines import POLL_S
+from support.standing_still import stand_still
 from support.up_process import wait_for
 
 from splitserve.orchestrator.cli.main import main
@@ -75,7 +74,7 @@ async def test_a_stopped_writer_is_killed_and_the_pages_come_back(cluster: Clust
     await decode.until(lambda s: s.open_transfers == 1, "reservation")
     await prefill.until(lambda s: s.running == 1, "prefill")
     (pid,) = cluster.up.pids(f"--port {prefill.url.rsplit(':', 1)[1]}")
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     asking.cancel()
     held = await decode.until(lambda s: s.quarantined_transfers == 1, "quarantine")
     assert held.quarantined_blocks == PROMPT_BLOCKS

@@ -4,14 +4,13 @@ back, and nothing is left behind.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from support.standing_still import stand_still
 from support.up_process import UpProcess, kill, wait_for
 
 CLUSTER = """
@@ -174,7 +173,7 @@ def test_agent_and_guard_killed_together(up: UpProcess) -> None:
     (agent,) = up.pids(AGENT_OF_PREFILL)
     below = psutil.Process(agent).children(recursive=True)
     guards = [process.pid for process in below if process.pid in up.pids(GUARD)]
-    os.kill(agent, signal.SIGSTOP)
+    stand_still(agent)
     kill([*guards, agent])
     _wait_for_new_life(up, "prefill-0", before)
     assert not {process.pid for process in below} & {process.pid for process in up.processes()}

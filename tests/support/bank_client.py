@@ -15,6 +15,7 @@ import pytest
 
 from support import mock_cluster
 from support.mock_cluster import TOKENS
+from support.standing_still import stand_still
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -113,7 +114,7 @@ def stopped(*processes: psutil.Process) -> Iterator[None]:
     """The processes stand still inside (SIGSTOP, then SIGCONT)."""
     try:
         for process in processes:
-            process.send_signal(signal.SIGSTOP)
+            stand_still(process.pid)
         yield
     finally:
         for process in processes:

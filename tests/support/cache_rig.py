@@ -27,8 +27,10 @@ from splitserve.kv_transfer.cache.tiers.registry import create
 from splitserve.orchestrator.engines.mock.model import KvMemory, KvShape, MockModel, chunk_geometry
 from splitserve.orchestrator.engines.serving.blocks import BlockPool
 from splitserve.orchestrator.engines.serving.cache_half import PoolHolder
+from support.standing_still import tell
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -87,9 +89,9 @@ class ServerProcess:
             )  # fmt: skip
         until(lambda: is_listening(settings.socket_path), "the server to listen")
 
-    def send(self, signal_number: int) -> None:
+    def send(self, number: signal.Signals) -> None:
         """A signal to the process."""
-        self.process.send_signal(signal_number)
+        tell(self.process.pid, number)
 
     def end(self) -> None:
         """The process is gone."""

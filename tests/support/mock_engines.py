@@ -25,6 +25,7 @@ from splitserve.kv_transfer.transfer_params import TransferParams, seal
 from splitserve.orchestrator.engines.command import secret_environment
 from splitserve.orchestrator.launch.files import write_private
 from splitserve.orchestrator.launch.ports import is_free
+from support.standing_still import tell
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -216,7 +217,7 @@ class MockProcess(EngineHandle):
     def signal(self, number: signal.Signals) -> None:
         """To the engine's process."""
         assert self.process is not None
-        self.process.send_signal(number)
+        tell(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""

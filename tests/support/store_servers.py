@@ -10,6 +10,8 @@ import time
 import urllib.request
 from typing import TYPE_CHECKING
 
+from support.standing_still import stand_still
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -48,7 +50,7 @@ class StoreServer:
     def stand_still(self) -> None:
         """It accepts connections (the kernel does) and never answers, until ``go_on``."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stand_still(self._process.pid)
 
     def go_on(self) -> None:
         assert self._process is not None

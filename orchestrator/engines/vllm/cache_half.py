@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from splitserve.kernels.quantise import NUMBERS
 from splitserve.kv_transfer.cache.engine_cache import EngineCache, PromptIdentity
 from splitserve.kv_transfer.cache.geometry import ChunkGeometry
-from splitserve.kv_transfer.cache.keys import Media, model_digest
+from splitserve.kv_transfer.cache.keys import Media, compile_keys, model_digest
 from splitserve.kv_transfer.cache.lookup_client import LookupClient
 from splitserve.orchestrator.engines.vllm.fingerprint import cpu_attention_isa
 from splitserve.orchestrator.models.identity import weights_identity
@@ -58,7 +58,8 @@ def engine_cache(
     fingerprint: dict[str, str],
     pool: Callable[[], BlockPool | None],
 ) -> EngineCache:
-    """The scheduler's end of the host's cache."""
+    """The scheduler's end of the host's cache. Compiles what makes keys, some three seconds."""
+    compile_keys()
     ranks = vllm_config.parallel_config.tensor_parallel_size
     geometry = chunk_geometry(config.chunk_tokens, vllm_config, kv_cache_config)
     model = model_digest(fingerprint, config.chunk_tokens, config.key_codec)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 from router_stubs.cluster import until
+from support.standing_still import tell
 
 from splitserve.orchestrator.core.effects import Timeline
 from splitserve.orchestrator.observe.trace_context import UNTRACED, TraceContext
@@ -72,7 +72,7 @@ class Written:
     def tell(self, number: signal.Signals) -> None:
         """The process gets a signal."""
         assert self.pipe._process is not None
-        os.kill(self.pipe._process.pid, number)
+        tell(self.pipe._process.pid, number)
 
 
 @pytest_asyncio.fixture

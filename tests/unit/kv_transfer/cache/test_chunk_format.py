@@ -77,7 +77,7 @@ def test_any_flipped_bit_of_a_header_is_found(header: Header, bit: int) -> None:
 
 @given(st.binary(max_size=200), st.integers(0, HEADER_BYTES))
 @example(b"", HEADER_BYTES)
-@example(b"SPLITKV\n\x02\0\0\0\xff\xff\xff\xff", HEADER_BYTES)
+@example(b"SPLITKV\n\x03\0\0\0\xff\xff\xff\xff", HEADER_BYTES)
 def test_noise_is_no_header(noise: bytes, size: int) -> None:
     """Of whatever length, and with a right checksum too."""
     data = (noise + bytes(HEADER_BYTES))[:size]
@@ -107,7 +107,7 @@ def test_a_header_that_contradicts_itself_is_bad(changes: dict[str, object], sai
     """Checksums can be right where the content is not: written by another program."""
     header = make_chunk(1).header
     content = msgspec.msgpack.encode(msgspec.to_builtins(header, builtin_types=(bytes,)) | changes)
-    data = b"SPLITKV\n\x02\0\0\0" + len(content).to_bytes(4, "little") + content
+    data = b"SPLITKV\n\x03\0\0\0" + len(content).to_bytes(4, "little") + content
     data += bytes(HEADER_BYTES - 8 - len(data))
     data += xxh3_64_intdigest(data).to_bytes(8, "little")
     with pytest.raises(BadChunkError, match=said):
@@ -122,8 +122,8 @@ def test_another_key_model_or_version_is_refused() -> None:
         decode_header(memoryview(data), bytes(32), header.model)
     with pytest.raises(BadChunkError, match="another model"):
         decode_header(memoryview(data), header.key, bytes(32))
-    data[8] = 3
-    with pytest.raises(BadChunkError, match="format 3; this is format 2"):
+    data[8] = 4
+    with pytest.raises(BadChunkError, match="format 4; this is format 3"):
         decode_header(memoryview(data), header.key, header.model)
 
 

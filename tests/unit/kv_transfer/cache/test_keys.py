@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
+from splitserve.kv_transfer.cache import keys as keys_module
 from splitserve.kv_transfer.cache.keys import (
     KEY_BYTES,
     NO_TENANT,
@@ -15,6 +17,7 @@ from splitserve.kv_transfer.cache.keys import (
     KeyChain,
     Media,
     chunk_keys,
+    compile_keys,
     model_digest,
     root_key,
     split_keys,
@@ -41,7 +44,7 @@ def keys(
 
 def test_keys_are_those_that_are_stored() -> None:
     """They are written down here: other ones would find nothing of what stores hold."""
-    assert keys()[-1].hex() == "0000000000000000fc39ed959e126c8e7c50a0f712c9812b761e647aa120320d"
+    assert keys()[-1].hex() == "0000000000000000d6e2261aef3d005bb3087fca313c9a5add09e4dfc5836916"
     assert [len(key) for key in keys()] == [KEY_BYTES] * 4
 
 
@@ -113,6 +116,49 @@ def test_known_keys_are_continued() -> None:
     assert chunk_keys(root, TOKENS[:23], 8) == whole[:2]
     assert chunk_keys(root, TOKENS[:7], 8) == []
     assert chunk_keys(root, tuple(TOKENS), 8) == whole
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of later tests are made by the library again."""
+    monkeypatch.setattr(keys_module, "_compiled", None)
+
+
+ODD_TOKENS = (0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31, 2**32 - 1)
+"""Where the size of a number's encoding changes."""
+
+
+@pytest.mark.usefixtures("restored")
+def test_compiled_keys_are_the_same_keys() -> None:
+    """For chunks of all sizes, continued, of a tuple, beside pictures, and at once."""
+    rng = random.Random(5)
+    tokens = [rng.choice([*ODD_TOKENS, rng.randrange(50_000)]) for _ in range(20_000)]
+    root = root_key(model_digest(FINGERPRINT, 8), TENANT, "", "")
+    sizes = (1, 7, 16, 255, 256, 257, 512, 1_000, 8_192, 8_193)
+    expected = {size: chunk_keys(root, tokens, size) for size in sizes}
+    media = (Media("cat", 300, 500),)
+    pictured = KeyChain(root, 256, media).extend(tokens)
+    compile_keys()
+    assert keys_module._compiled is not None
+    for size in sizes:
+        assert chunk_keys(root, tokens, size) == expected[size], size
+    chain = KeyChain(root, 16)
+    chain.extend(tokens[:1_000])
+    chain.extend(tuple(tokens[:1_009]))
+    assert chain.extend(tokens) == expected[16]
+    assert KeyChain(root, 256, media).extend(tokens) == pictured != expected[256]
+    assert chunk_keys(root, tokens[:15], 16) == []
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("token", [-1, 2**32, 2**63])
+def test_what_is_no_token_is_refused(token: int, is_compiled: bool) -> None:
+    """No key stands for a number that was cut off."""
+    if is_compiled:
+        compile_keys()
+    with pytest.raises(ValueError, match="no number from 0 to 4294967295"):
+        keys([*TOKENS[:3], token, *TOKENS[4:]])
 
 
 def test_keys_begin_with_their_tenant() -> None:
