@@ -16,6 +16,8 @@ from splitserve.orchestrator.config.loading import parse
 from splitserve.orchestrator.engines.transformers.findings import CodecQuality
 from splitserve.orchestrator.launch import quality_gate
 from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.cache_settings import cache_settings
+from splitserve.orchestrator.launch.paths import with_cache_paths
 from splitserve.orchestrator.launch.quality_gate import hold_quality
 from splitserve.orchestrator.launch.quality_record import (
     keep_record,
@@ -144,6 +146,8 @@ def test_auto_may_lose_more_where_the_yaml_says_so(
     config = config_of(state, tiny_model, "auto", **listed)
     assert config.cache.auto_codecs == ("bf16z", "int8", "int5z")
     assert config.cache.key_codec == "int5z"
+    told = cache_settings(with_cache_paths(config).cache, bytes(32)).tiers
+    assert told[1].auto_codecs == ("bf16z", "int8", "int5z")
     measures = Measures(monkeypatch, config, int8=0.001, int5z=0.006)
     with pytest.raises(ConfigError, match="int5z costs"):
         hold_quality(config, "c.yaml", lambda _: None)

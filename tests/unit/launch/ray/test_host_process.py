@@ -10,6 +10,8 @@ import pytest
 from support.up_process import kill, wait_for
 
 from splitserve.orchestrator.agent.processes import marked
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.launch.quality_record import record_path
 from splitserve.orchestrator.launch.ray.host_process import HostProcess, host_folder
 from splitserve.orchestrator.launch.ray.order import Order
 
@@ -87,8 +89,9 @@ def test_the_command_gets_files_and_no_secret_in_its_environment(
     secret = host_folder("here") / f"{name}.secret"
     assert environ["SPLITSERVE_SECRET_FILE"] == str(secret)
     assert secret.read_text() == "ab" * 32
-    record = host_folder("here") / "splitserve" / "here" / "quality.json"
-    assert record.read_text() == '{"a record": 1}'
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", environ["XDG_STATE_HOME"])
+        assert record_path(parse(TEXT)).read_text() == '{"a record": 1}'
     assert secret.stat().st_mode & 0o777 == 0o600
     rig.process.stop(10)
     assert rig.process.report()["state"] == "stopped"
