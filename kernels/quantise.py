@@ -3,7 +3,8 @@
 A *group* of numbers shares a scale, the largest magnitude in it over the largest integer; an axis
 says along which one groups run. Scales are stored as the upper half of a float32 (bfloat16's bits,
 rounded up, so that no number of the group is cut off). This is the plain reference;
-``compiled_quantise.py`` is the same for host memory in one pass, ``triton_quantise.py`` for GPUs.
+``compiled_quantise.py`` is the same for host memory in one pass, ``triton_quantise.py`` and
+``triton_dequantise.py`` for GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ NUMBERS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """What a page may hold, and its bytes; other kinds have no codec."""
 LARGEST = {"float32": 3.4028234e38, "bfloat16": 3.3895314e38, "float16": 65504.0}
 _UPPER_HALF = 16
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+"""All bits but the sign's: the peak of zeros may be negative zero."""
 _LIMIT_SHARE = 0.99
 """Of the largest number: what is larger could round up to no number at all."""
+_SMALLEST_SCALE = np.float32(1.0 / LARGEST["float32"])
+SMALLEST_SCALE_BITS = int(_SMALLEST_SCALE.view(np.uint32))
+"""Only scales above have an inverse; groups with others become zeros."""
 
 
 def read_numbers(raw: npt.NDArray[np.uint8], number: str) -> Floats:
@@ -64,8 +70,15 @@ def can_quantise(values: Floats, number: str) -> bool:
     infinite.
     """
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
-    limit = LARGEST[number] * _LIMIT_SHARE
+    limit = largest_quantised(number)
     return -limit <= low and high <= limit  # False for NaN too.
+
+
+def largest_quantised(number: str) -> float:
+    """The largest magnitude of that kind that ``can_quantise`` takes, a float32."""
+    limit = LARGEST[number] * _LIMIT_SHARE
+    nearest = np.float32(limit)
+    return float(nearest if nearest <= limit else np.nextafter(nearest, np.float32(0)))
 
 
 def scales_of(values: Floats, axis: int, levels: int) -> Scales:
@@ -75,7 +88,7 @@ def scales_of(values: Floats, axis: int, levels: int) -> Scales:
     peak = np.maximum(
         values.max(axis=axis, keepdims=True), -values.min(axis=axis, keepdims=True)
     ) * np.float32(1 / levels)
-    bits = peak.astype(np.float32, copy=False).view(np.uint32)
+    bits = peak.astype(np.float32, copy=False).view(np.uint32) & _MAGNITUDE
     upper: Scales = ((bits + 0xFFFF) >> _UPPER_HALF).astype(np.uint16)
     return upper
 
@@ -83,7 +96,7 @@ def scales_of(values: Floats, axis: int, levels: int) -> Scales:
 def quantise(values: Floats, scales: Scales, levels: int) -> Small:
     """The integer nearest to each number over its group's scale."""
     wide = widened(scales)
-    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide > 1.0 / LARGEST["float32"])
+    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide > _SMALLEST_SCALE)
     scaled = values * inverse
     np.rint(scaled, out=scaled)
     np.clip(scaled, -levels, levels, out=scaled)

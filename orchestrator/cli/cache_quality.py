@@ -15,7 +15,8 @@ from splitserve.orchestrator.cli.errors import EXIT_FAILED, RefusedError
 from splitserve.orchestrator.config import load
 from splitserve.orchestrator.engines.transformers.findings import Measured
 from splitserve.orchestrator.launch.checks.model import model_of
-from splitserve.orchestrator.launch.quality_gate import (
+from splitserve.orchestrator.launch.quality_record import (
+    keep_record,
     lossy_codecs,
     page_number,
     too_lossy,
@@ -63,13 +64,18 @@ def quality(
 ) -> None:
     """Measure what codecs cost with the model of CLUSTER, a YAML file or a built-in name.
 
-    Exit status 1 when a codec that was named, or is used by a tier, costs more than the limit.
+    What was measured as the YAML's cache.quality says is kept in a file (cache.quality.record), by
+    which every process of the cluster holds the limit. Exit status 1 when a codec that was named,
+    or is used by a tier, costs more than the limit.
     """
     config = load(cluster)
     names = codecs or CODED
     measured = _measure(config, _text_of(config, text), names, tokens, has_controls=controls)
     limit = None if no_limit else max_kl
     section = config.cache.quality if config.cache is not None else None
+    if section is not None and text is None and tokens is None:
+        path = keep_record(config, [each for each in measured.codecs if each.codec in CODED])
+        click.echo(f"kept in {path}", err=True)
     if limit is None and section is not None and not no_limit:
         limit = section.max_kl
     if as_json:

@@ -20,6 +20,7 @@ from splitserve.orchestrator.config import load, tenants_by_key
 from splitserve.orchestrator.config.tls import client_context
 from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.plan import plan
+from splitserve.orchestrator.launch.quality_gate import hold_quality
 from splitserve.orchestrator.models.catalog import PREPARED_MODELS
 from splitserve.orchestrator.models.resolve import is_prepared
 
@@ -67,6 +68,7 @@ def quickstart(ctx: click.Context, config: str, prompt: str) -> None:
         model = prepared.config.model.name
         await asyncio.to_thread(_chat, url, tls, model, prompt, keys[0] if keys else None)
 
+    hold_quality(prepared.config, prepared.source, click.echo)
     asyncio.run(run_cluster(prepared, console, ask))
     click.echo(f"everything has been stopped; `splitserve up {config}` keeps it serving")
 

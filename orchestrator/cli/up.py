@@ -59,6 +59,7 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
         _show(prepared)
         return
     if detach and prepared.config.launcher == "ray":
+        hold_quality(prepared.config, prepared.source, click.echo)
         asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True))
         name = prepared.config.name
         click.echo(f"{name} serves; `splitserve down {name}` stops it")

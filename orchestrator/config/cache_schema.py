@@ -46,7 +46,7 @@ class TierConfig(Section):
     """How chunks lie in this tier: as they are (`raw`), compressed to the bit (`bf16z`), or as
     integers that lose something (`int8`, half the bytes of bfloat16; `int5z`, less than a third).
     `auto` chooses by measured rates among `raw`, `bf16z` and, where `cache.quality` sets a limit,
-    `int8`. `cpu` takes `raw` and `auto`.
+    what `cache.quality.auto` names. `cpu` takes `raw` and `auto`.
     """
 
     path: str | None = Field(default=None, min_length=1)
@@ -80,7 +80,9 @@ class QuotaConfig(Section):
 
 
 class QualityConfig(Section):
-    """What lossy codecs may cost: `splitserve up` measures it with the model and refuses more."""
+    """What lossy codecs may cost: `splitserve up` measures it with the model and refuses more;
+    `splitserve node`, `cache-server` and `render kubernetes` refuse what was not measured.
+    """
 
     text: str = Field(min_length=1)
     """File with text as the cluster's users write it, at least a few thousand words."""
@@ -96,6 +98,17 @@ class QualityConfig(Section):
     compute: Literal["float32", "auto"] = "float32"
     """Type of the model's weights and activations while it is measured; `auto`: as they are stored,
     which takes less memory and adds a little noise.
+    """
+
+    auto: list[Literal["int8", "int5z"]] = Field(default=["int8"])
+    """Lossy codecs among which `codec: auto` may choose, if they keep the limit; the one of them
+    that loses most is part of every key, so another list starts an empty cache.
+    """
+
+    record: str | None = Field(default=None, min_length=1)
+    """File with what was measured, which `up` and `splitserve cache quality` write, and from which
+    every process knows that the limit is kept; by default `quality.json` in the cluster's folder
+    below the user's state folder.
     """
 
 
@@ -142,6 +155,11 @@ class CacheConfig(Section):
     quality: QualityConfig | None = None
     """A limit on what lossy codecs cost, held at each start; by default none is measured."""
 
+    lossy_codec: Literal["int8", "int5z"] | None = None
+    """The codec that loses most in tiers that the cache server has and this YAML does not name, as
+    in manifests for Kubernetes, whose nodes know the `cpu` tier alone. Leave it out elsewhere.
+    """
+
     quotas: list[QuotaConfig] = Field(default=[])
     """Bounds per tenant and tier; none means that tenants share each tier freely."""
 
@@ -157,13 +175,14 @@ class CacheConfig(Section):
 
     @property
     def auto_codecs(self) -> tuple[CodecName, ...]:
-        """Among what `codec: auto` may choose."""
-        return AUTO_LOSSLESS if self.quality is None else (*AUTO_LOSSLESS, "int8")
+        """Among what `codec: auto` may choose, those that lose least first."""
+        lossy = () if self.quality is None else self.quality.auto
+        return (*AUTO_LOSSLESS, *sorted(set(lossy), key=LOSS.__getitem__))
 
     @property
     def codecs(self) -> tuple[CodecName, ...]:
         """Every codec that some tier may use, those that lose least first."""
-        found: set[CodecName] = set()
+        found: set[CodecName] = set() if self.lossy_codec is None else {self.lossy_codec}
         for tier in self.tiers:
             if tier.codec != "auto":
                 found.add(tier.codec)

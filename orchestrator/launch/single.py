@@ -49,6 +49,7 @@ from splitserve.orchestrator.launch.given_cpus import with_given_cpus
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
 from splitserve.orchestrator.launch.ports import node_with_ports
 from splitserve.orchestrator.launch.preflight import check
+from splitserve.orchestrator.launch.quality_record import require_quality
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +107,8 @@ def single_node(
     """The node ``name`` on this machine, which has what it needs. ``host`` is where it listens,
     ``advertise_host`` where it is found, ``routers`` the routers' URLs and ``cpus`` how many CPUs
     it has, instead of what the YAML says. A node that ``has_own_address`` takes the first of the
-    YAML's fixed ports, whatever its number. Raises ``ConfigError``.
+    YAML's fixed ports, whatever its number. Raises ``ConfigError``, also for lossy codecs that are
+    not known to be within ``cache.quality``.
     """
     with _named(source):
         config = _loaded(source)
@@ -117,6 +119,7 @@ def single_node(
         if has_own_address:
             node = _with_first_ports(node)
         check(Subject(config, environ, here=frozenset({name}), placed=node))
+        require_quality(config)
         urls = tuple(url.rstrip("/") for url in routers) or fixed_router_urls(config)
         found, model = node_with_ports(node), model_of(config)
         return SingleNode(with_log_dir(config), secret, found, model, tuple(dict.fromkeys(urls)))
@@ -145,11 +148,14 @@ def single_router(
 
 
 def single_cache(source: str, environ: Mapping[str, str]) -> Single:
-    """The cache server on this machine. Raises ``ConfigError``."""
+    """The cache server on this machine. Raises ``ConfigError``, also for lossy codecs that are not
+    known to be within ``cache.quality``.
+    """
     with _named(source):
         config = _loaded(source)
         if config.cache is None:
             raise ConfigError(["cache: the cluster has none; add the section"])
+        require_quality(config)
         return Single(with_log_dir(config), shared_secret(config, environ))
 
 

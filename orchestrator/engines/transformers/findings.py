@@ -24,5 +24,3 @@ class Measured(msgspec.Struct, frozen=True):
     """The output of ``splitserve cache quality --json``."""
 
     codecs: tuple[CodecQuality, ...]
-    what: str = ""
-    """Names all that the figures depend on, where they are kept."""

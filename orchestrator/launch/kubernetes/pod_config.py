@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from splitserve.kv_transfer.cache.codecs.names import RAW
 from splitserve.orchestrator.config import ConfigError, parse
 from splitserve.orchestrator.config.checks import port_overlaps
 from splitserve.orchestrator.config.credentials import SECRET_NAMES
@@ -19,6 +20,11 @@ from splitserve.orchestrator.config.nodes import POOLS
 from splitserve.orchestrator.launch.checks.cache import arena_bytes
 from splitserve.orchestrator.launch.kubernetes import options as at
 from splitserve.orchestrator.launch.kubernetes.router_pods import AGENTS, router_hosts
+from splitserve.orchestrator.launch.quality_record import (
+    held_quality,
+    record_text,
+    require_quality,
+)
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import CacheConfig, ClusterConfig
@@ -58,6 +64,8 @@ class PodConfig:
     """Mount path to the host's folder ("" for none) of each disk tier."""
     profile: str = ""
     """Content of the profile by which roles are decided."""
+    quality: str = ""
+    """The record by which pods know that lossy codecs keep ``cache.quality``."""
 
     @property
     def is_one_pod(self) -> bool:
@@ -112,6 +120,7 @@ def pod_config(config: ClusterConfig, names: Names) -> PodConfig:
         key_files=key_files,
         disk_paths=disks,
         profile=profile,
+        quality=record_text(config),
     )
 
 
@@ -209,7 +218,8 @@ def _cache(
     config: ClusterConfig, cache: CacheConfig, data: dict[str, Any], names: Names
 ) -> tuple[str, tuple[Manifest, ...], dict[str, str]]:
     """(YAML of the cache server, variables for it, folders of disk tiers). Router and nodes are
-    left with what they need to know: the socket, and the memory that engines map.
+    left with what they need to know: the socket, the memory that engines map, and what chunks may
+    have lost, which is part of their keys.
     """
     section: dict[str, Any] = data["cache"]
     section["socket_path"] = f"{at.CACHE_FOLDER}/cache.sock"
@@ -221,11 +231,16 @@ def _cache(
             section["tiers"][index]["path"] = mount
     if cache.secret_file is not None:
         section["secret_file"] = f"{at.SECRET_FOLDER}/{at.CACHE_SECRET}"
+    require_quality(config)
+    if held_quality(config) is not None:
+        section["quality"]["record"] = at.QUALITY_FILE
     variables = dict.fromkeys(_VARIABLE.findall(_yaml(section["tiers"])))
     env = tuple(secret_env(names.of("cache-credentials"), name) for name in variables)
     whole = _yaml(data)
     data["cache"] = {key: value for key, value in section.items() if key not in _SERVER_ONLY}
     data["cache"]["tiers"] = [{"type": "cpu", "capacity_bytes": arena_bytes(cache)}]
+    if cache.key_codec != RAW:
+        data["cache"]["lossy_codec"] = cache.key_codec
     return whole, env, disks
 
 

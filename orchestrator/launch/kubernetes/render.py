@@ -78,6 +78,8 @@ def _config_map(pods: PodConfig, names: Names) -> Manifest:
         data["cache-server.yaml"] = pods.cache_text
     if pods.profile:
         data["profile.json"] = pods.profile
+    if pods.quality:
+        data["quality.json"] = pods.quality
     if sum(len(text.encode()) for text in data.values()) > _CONFIG_LIMIT_BYTES:
         raise ConfigError(["the cluster YAML and its profile are larger than a ConfigMap may be"])
     return {

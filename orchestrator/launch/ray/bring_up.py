@@ -16,6 +16,7 @@ import msgspec
 
 from splitserve.orchestrator.config import ConfigError, RayConfig, nodes, parse
 from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.quality_record import record_text
 from splitserve.orchestrator.launch.ray.host_check import check_host, free_port, secret_mark
 from splitserve.orchestrator.launch.ray.order import (
     NODE_NAME,
@@ -340,6 +341,7 @@ class _BringUp:
             secret="" if is_in_files else self._secret.hex(),
             router_environment=variables["router_environment"],
             cache_environment=variables["cache_environment"],
+            quality=record_text(self._config) or next((o.quality for o in running), ""),
         )
 
     def _places(self, groups: list[Group]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from splitserve.orchestrator.config.ray_checks import WILDCARDS
 from splitserve.orchestrator.launch.child_logs import bound_log, tail
 from splitserve.orchestrator.launch.children import ending, sweep
 from splitserve.orchestrator.launch.files import state_home, write_private
+from splitserve.orchestrator.launch.quality_record import FILE_NAME
 from splitserve.orchestrator.launch.ray.order import (
     CACHE,
     ROUTER,
@@ -229,6 +230,8 @@ class HostProcess:
         write_private(self._yaml_path, yaml_of(self._config).encode())
         if self._order.secret:
             write_private(self._secret_path, self._order.secret.encode())
+        if self._order.quality:
+            write_private(self._run_dir / FILE_NAME, self._order.quality.encode())
         last_run = self._folder / f"{self._order.name}.run"
         if not last_run.exists() or last_run.read_text() != self._order.run:
             for kind in ("status.json", "incarnation"):

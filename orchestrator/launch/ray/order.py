@@ -52,6 +52,8 @@ class Order(msgspec.Struct, kw_only=True, frozen=True):
     """Variables of ``up`` that hold clients' keys, for the router alone."""
     cache_environment: dict[str, str] = {}
     """Variables of ``up`` that hold credentials of the cache's tiers, for cache servers alone."""
+    quality: str = ""
+    """The record by which hosts know that lossy codecs keep ``cache.quality``; empty for none."""
 
     def __repr__(self) -> str:
         """Without what is secret."""
@@ -129,6 +131,8 @@ def hosted(order: Order, host: str, gpus: tuple[int, ...] = ()) -> ClusterConfig
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     data.pop("launcher", None)
     data.pop("ray", None)
+    if quality := (data.get("cache") or {}).get("quality"):
+        quality.pop("record", None)  # The host writes the order's where it is looked for
     router = data.setdefault("router", {})
     first, *others = order.router_hosts
     router |= {"port": order.router_port}

@@ -92,9 +92,18 @@ def test_scales_are_rounded_up() -> None:
     assert (widened(scales) * 127 >= np.abs(values).max(axis=1, keepdims=True)).all()
 
 
+def test_zeros_have_the_scale_zero() -> None:
+    """Of either sign, alone or mixed; they stay zeros."""
+    zeros = np.array([[[0.0, 0.0], [-0.0, -0.0], [0.0, -0.0], [-0.0, 0.0]]], np.float32)
+    assert not scales_of(zeros, 2, 127).any()
+    assert not scales_of(zeros, 1, 127).any()
+
+
 @pytest.mark.parametrize("mode", ["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_gpu_kernel_fills_pages_as_the_reference(mode: str, tmp_path: Path) -> None:
-    """All orders, odd shapes, every kind of number: to the bit, and no byte more."""
+def test_the_gpu_kernels_fill_and_read_pages_as_the_reference(mode: str, tmp_path: Path) -> None:
+    """All orders, odd shapes, every kind of number: to the bit, and no byte more. What cannot be
+    quantised is refused.
+    """
     ended = subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), mode],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
@@ -104,5 +113,27 @@ def test_the_gpu_kernel_fills_pages_as_the_reference(mode: str, tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)
-    assert answer["cases"] == 7
+    assert answer["cases"] == 21
     assert answer["wrong"] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(320)
+def test_gpus_round_each_product_and_quotient(tmp_path: Path) -> None:
+    """As the reference does: compiled for a GPU nothing is fused, approximate or flushed to zero,
+    and the sums that round to integers are left in.
+    """
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM.with_name("triton_quantise_compiled.py"))],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    assert len(answer) == 6
+    for name, found in answer.items():
+        assert found["add.rn.f32"], name
+        assert bool(found["div.rn.f32"]) == (not name.startswith("dequantise")), name
+        assert not any(found[other] for other in ("div.full", "div.approx", "rcp", "fma", "ftz"))

@@ -14,8 +14,10 @@ from support.manifests import cluster_yaml, pod_specs, problems, read_all
 
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.engines.transformers.findings import CodecQuality
 from splitserve.orchestrator.launch.kubernetes.options import Options
 from splitserve.orchestrator.launch.kubernetes.render import render
+from splitserve.orchestrator.launch.quality_record import keep_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,3 +256,40 @@ def test_wrong_options_are_told(tmp_path: Path, arguments: tuple[str, ...], told
     assert result.exit_code == 2
     assert told in result.stderr
     assert result.stdout == ""
+
+
+def test_a_lossy_codec_is_in_the_keys_of_all_pods() -> None:
+    """Nodes and routers do not know the tiers below memory, but make the keys of their chunks."""
+    options = replace(WEIGHTS, node_selector=(("a", "b"),))
+    text = CACHED.replace("capacity_bytes: 8 GiB", "capacity_bytes: 8 GiB, codec: int5z")
+    data = render(parse(text), options)["config"][0]["data"]
+    seen = [parse(data[name]).cache for name in ("cluster.yaml", "cache-server.yaml")]
+    assert [cache.key_codec for cache in seen if cache] == ["int5z", "int5z"]
+    exact = render(parse(CACHED), options)["config"][0]["data"]
+    assert "lossy_codec" not in exact["cluster.yaml"]
+
+
+def test_a_limit_on_lossy_codecs_needs_a_record(tmp_path: Path) -> None:
+    """Which then lies in the ConfigMap, where pods look for it."""
+    prose, record = tmp_path / "prose.txt", tmp_path / "quality.json"
+    prose.write_text("words")
+    options = replace(WEIGHTS, node_selector=(("a", "b"),))
+    text = CACHED.replace("capacity_bytes: 8 GiB", "capacity_bytes: 8 GiB, codec: int8").replace(
+        "cache:\n", f"cache:\n  quality: {{text: {prose}, record: {record}, max_kl: 0.005}}\n"
+    )
+    config = parse(text)
+    with pytest.raises(ConfigError, match="does not say what int8 costs; run `splitserve cache"):
+        render(config, options)
+    keep_record(config, [CodecQuality("int8", 0.001, 0.1, 0.99, 2.0, 100)])
+    manifests = render(config, options)
+    assert problems([m for part in manifests.values() for m in part]) == []
+    data = manifests["config"][0]["data"]
+    assert data["quality.json"] == record.read_text()
+    for name in ("cluster.yaml", "cache-server.yaml"):
+        cache = parse(data[name]).cache
+        assert cache is not None
+        assert cache.quality is not None
+        assert cache.quality.record == "/etc/splitserve/cluster/quality.json"
+    keep_record(config, [CodecQuality("int8", 0.006, 0.1, 0.99, 2.0, 100)])
+    with pytest.raises(ConfigError, match=r"int8 costs 0\.006"):
+        render(config, options)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from support.fake_ray import SECRET, TEXT, FakeRay, up
 
 from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.engines.transformers.findings import CodecQuality
 from splitserve.orchestrator.launch.base import StartError
+from splitserve.orchestrator.launch.quality_record import keep_record
 from splitserve.orchestrator.launch.ray.order import Order, source_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def problems_of(ray: FakeRay, text: str = TEXT, **more: Any) -> list[str]:
@@ -56,6 +61,30 @@ def test_a_secret_in_files_is_not_sent() -> None:
     ray = FakeRay()
     up(ray, TEXT.replace("security: {", "security: {secret_file: s, "))
     assert {actor["secret"] for actor in ray.actors.values()} == {""}
+
+
+def test_the_record_of_what_codecs_cost_is_sent(tmp_path: Path) -> None:
+    """To every process; who brings missing ones up from a machine without the record hands on what
+    the others have.
+    """
+    (tmp_path / "prose.txt").write_text("words")
+    record = tmp_path / "quality.json"
+    text = TEXT.replace("engine: mock\nmodel: {path: m}", "model: {path: owner/model}") + (
+        f"cache: {{quality: {{text: {tmp_path}/prose.txt, record: {record}}}, tiers: "
+        "[{type: cpu, capacity_bytes: 8 MiB}, {type: s3, url: 's3://b/p', codec: int8}]}\n"
+        "prefill: {placement: {num_cpus: 1}}\n"
+    )
+    text = text.replace("decode: {", "decode: {placement: {num_cpus: 1}, ")
+    text = text.replace("security: {", "security: {secret_file: s, ")
+    keep_record(parse(text), [CodecQuality("int8", 0.001, 0.1, 0.99, 2.0, 100)])
+    ray = FakeRay()
+    up(ray, text)
+    told = record.read_text()
+    assert {actor["quality"] for actor in ray.actors.values()} == {told}
+    record.unlink()
+    del ray.actors["decode-0"]
+    up(ray, text)
+    assert ray.actors["decode-0"]["quality"] == told
 
 
 def test_the_router_goes_where_labels_say() -> None:

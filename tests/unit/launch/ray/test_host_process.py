@@ -10,6 +10,8 @@ import pytest
 from support.up_process import kill, wait_for
 
 from splitserve.orchestrator.agent.processes import marked
+from splitserve.orchestrator.config import parse
+from splitserve.orchestrator.launch.quality_record import record_path
 from splitserve.orchestrator.launch.ray.host_process import HostProcess, host_folder
 from splitserve.orchestrator.launch.ray.order import Order
 
@@ -40,6 +42,7 @@ class Rig:
             router_port=9,
             secret="ab" * 32,
             router_environment={"ONLY_FOR_THE_ROUTER": "x"},
+            quality='{"a record": 1}',
         )
         self.died = threading.Event()
         self.process = HostProcess(order, "127.0.0.1", on_death=self.died.set)
@@ -86,6 +89,9 @@ def test_the_command_gets_files_and_no_secret_in_its_environment(
     secret = host_folder("here") / f"{name}.secret"
     assert environ["SPLITSERVE_SECRET_FILE"] == str(secret)
     assert secret.read_text() == "ab" * 32
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", environ["XDG_STATE_HOME"])
+        assert record_path(parse(TEXT)).read_text() == '{"a record": 1}'
     assert secret.stat().st_mode & 0o777 == 0o600
     rig.process.stop(10)
     assert rig.process.report()["state"] == "stopped"

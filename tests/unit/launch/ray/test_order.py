@@ -64,6 +64,17 @@ def test_a_wildcard_stays_one() -> None:
     )
 
 
+def test_a_host_looks_for_the_record_where_its_order_puts_it() -> None:
+    """Not where the machine of `up` has it; the limit stays."""
+    quality = "{text: t.txt, max_kl: 0.004, record: /home/me/q.json}"
+    tiers = "[{type: cpu, capacity_bytes: 8 MiB}]"
+    text = TEXT.replace("num_gpus: 2", "num_cpus: 4")
+    config = hosted(order(f"{text}cache: {{quality: {quality}, tiers: {tiers}}}\n"), "10.0.0.7")
+    assert config.cache is not None
+    assert config.cache.quality is not None
+    assert (config.cache.quality.record, config.cache.quality.max_kl) == (None, 0.004)
+
+
 def test_an_order_crosses_as_a_dictionary_and_shows_no_secret() -> None:
     """Of texts and numbers only."""
     told = order(secret="a5" * 32)
