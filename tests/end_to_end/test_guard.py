@@ -147,4 +147,4 @@ def test_a_tethered_process_dies_with_its_parent(tmp_path: Path) -> None:
     finally:
         kill([parent.pid])
         parent.wait(10)
-    wait_for(lambda: not psutil.pid_exists(pid), 10, "the child's end")
+    wait_for(lambda: not psutil.pid_exists(pid), 30, "the child's end")

@@ -73,7 +73,7 @@ async def test_a_request_is_seen_and_traced(cluster: Cluster) -> None:
     record = json.loads(await ran(cluster, "trace", "seen-1", "mock-terminal", "--json"))
     assert record["prompt_tokens"] == 500
     (log,) = (path for path in cluster.up.logs() if path.name == "router.log")
-    await asyncio.to_thread(wait_for, lambda: '"seen-1"' in log.read_text(), 10, "the line")
+    await asyncio.to_thread(wait_for, lambda: '"seen-1"' in log.read_text(), 30, "the line")
 
 
 @pytest.mark.timeout(240)
