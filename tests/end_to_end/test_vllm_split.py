@@ -340,4 +340,4 @@ async def test_nothing_outlives_a_killed_up(split: Split) -> None:
     assert len(tree) >= 8
     kill([split.up.process.pid])
     assert psutil.wait_procs(tree, timeout=30)[1] == []
-    split.up.wait_until_nothing_is_left(1)
+    split.up.wait_until_nothing_is_left(10)
