@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser
     from support.browser import Tab
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 CLUSTER = """
 name: mock-dashboard

@@ -291,7 +291,7 @@ class Apart:
         return "\n".join(p.read_text(errors="replace")[-2000:] for p in self._folder.glob("*.log"))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_processes_in_two_network_namespaces_serve_together(
     tmp_path: Path, authority: Authority, secret_file: Path, key: str
 ) -> None:
