@@ -100,7 +100,7 @@ def test_the_gpu_kernel_fills_pages_as_the_reference(mode: str, tmp_path: Path) 
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)
