@@ -89,6 +89,7 @@ async def test_redis_evicts_and_loses_keys(
             client.delete(*random.Random(29).sample(keys, len(keys) // 2))
             await loading
             for is_of in (_firsts, _lasts):
+                await cached.rest()
                 await _until_stored(cached, asked, lambda of=is_of: len(of(client)), 1)
                 client.delete(*is_of(client))
                 await cached.texts(asked)
