@@ -33,7 +33,8 @@ QUESTION = "Explain in two sentences why the sky is blue."
 MAX_TOKENS = 64
 _HTTP_TIMEOUT_S = 300.0
 _LINE_LIMIT_BYTES = 2**20
-_TIMELINE_WAIT_S = 3.0
+_TIMELINE_WAIT_S = 15.0
+"""Nodes tell of a transfer twice a second; a busy machine takes longer."""
 _TIMELINE_POLL_S = 0.1
 _PARTS = {
     "queue": "in the router, until the legs left",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser
     from support.browser import Tab
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 CLUSTER = """
 name: mock-dashboard
@@ -221,6 +221,7 @@ async def test_a_cluster_at_work(browser: Browser, cluster: Cluster) -> None:
         await tab.sees("article[data-node=decode-0]", "blocks free")
         prompts = [prompt_of(200, start=number) for number in range(4)]
         await asyncio.gather(*(cluster.text(prompt) for prompt in prompts))
+        await tab.sees("#tile-rate dd", re.compile("[1-9]"))
         await tab.sees("#request-list li:nth-child(4) .badge", "split")
         first = tab.page.locator("#request-list li").first
         assert await _part_names(tab, "#request-list li:first-child .bar") <= PARTS
@@ -232,7 +233,6 @@ async def test_a_cluster_at_work(browser: Browser, cluster: Cluster) -> None:
         await tab.page.keyboard.press("Enter")
         await tab.sees("#request-list li:first-child dl", "prefill node")
         await tab.sees("#tier-list article", "cpu")
-        await tab.sees("#tile-rate dd", re.compile("[1-9]"))
         await asyncio.to_thread(cluster.up.run, "flip", "decode-1", "prefill")
         await tab.sees("#pool-prefill article[data-node=decode-1]", "of pool decode")
         await tab.sees("#incident-list li", "decode-1 takes prefill work")

@@ -21,7 +21,7 @@ from splitserve.orchestrator.engines.mock.tokenizer import decode
 if TYPE_CHECKING:
     from random import Random
 
-MARGIN_S = 5.0
+MARGIN_S = 15.0
 """Beyond the router's own deadline: for a loaded machine."""
 TIMELINE_TRIES = 4
 TIMELINE_POLL_S = 0.1

@@ -52,7 +52,7 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     kinds: tuple[str, ...] = KINDS
     prompts: int = 200
-    start_limit_s: float = 60.0
+    start_limit_s: float = 120.0
     ends_an_agent: bool = True
     with_cache: bool = False
     """A shared cache with a small arena, a small disk and a Redis, and faults of them."""

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.cache_rig import (
     CHUNK_TOKENS,
+    DEADLINE_S,
     CacheEngine,
+    Running,
     ServerProcess,
     audit,
     prompt_of,
@@ -65,6 +67,22 @@ def files(folder: Path) -> int:
     return sum(len(path.name) == 64 for path in (folder / "disk").glob("chunks/*/*"))
 
 
+def begun_with_hits(engine: CacheEngine) -> Running:
+    """A request of the prompt whose look-up has found the whole of it: the first one that was
+    answered within the look-ups' limit.
+    """
+    begun: list[Running] = []
+
+    def has_hits() -> bool:
+        for request in begun:
+            engine.abort(request)
+        begun[:] = [engine.begin(PROMPT)]
+        return engine.hit_tokens(begun[0]) == WHOLE
+
+    until(has_hits, "hits")
+    return begun[0]
+
+
 def until_hits(engine: CacheEngine, prompt: list[int]) -> None:
     until(lambda: engine.serve(prompt).cached >= WHOLE, "a hit")
     engine.until_idle()
@@ -96,9 +114,9 @@ def test_a_server_that_is_killed_while_it_reads_its_disk(
     with process_of(settings, tmp_path), engine_of(settings) as engine:
         engine.serve(PROMPT)
         until(lambda: files(tmp_path) == 5, "the disk to have everything")
-    with process_of(settings, tmp_path) as server, engine_of(settings) as engine:
+    limits = {"load_timeout_s": 4 * DEADLINE_S}
+    with process_of(settings, tmp_path) as server, engine_of(settings, **limits) as engine:
         request = engine.begin(PROMPT)
-        began = time.monotonic()
         assert engine.hit_tokens(request) == WHOLE
         engine.cache.allocated(request.name, request.blocks, WHOLE)
         server.send(signal.SIGSTOP)
@@ -106,7 +124,6 @@ def test_a_server_that_is_killed_while_it_reads_its_disk(
         server.send(signal.SIGKILL)
         until(lambda: engine.has_loaded(request), "the load's end")
         assert request.loaded[0].chunks == 0
-        assert time.monotonic() - began < 5
         engine.abort(request)
         engine.until_idle()
 
@@ -122,8 +139,7 @@ def test_a_stopped_server_delays_and_hangs_nothing(
     with process_of(settings, tmp_path) as server, engine_of(settings, **limits) as engine:
         engine.serve(PROMPT)
         engine.until_idle()
-        request = engine.begin(PROMPT)
-        assert engine.hit_tokens(request) == WHOLE
+        request = begun_with_hits(engine)
         engine.cache.allocated(request.name, request.blocks, WHOLE)
         server.send(signal.SIGSTOP)
         began = time.monotonic()
@@ -134,7 +150,7 @@ def test_a_stopped_server_delays_and_hangs_nothing(
         for start in range(5):
             engine.serve(prompt_of(200, 10 + start))
         engine.until_idle()
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < DEADLINE_S
         assert engine.cache.counters["load_tokens"] == WHOLE
         server.send(signal.SIGCONT)
         until_hits(engine, PROMPT)

@@ -44,6 +44,7 @@ decode:
   cpus: [[1]]
 cache:
   chunk_tokens: 64
+  lookup_timeout_s: 2
   tiers:
     - {{type: cpu, capacity_bytes: 64 MiB}}
     - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk}}
@@ -186,7 +187,7 @@ async def test_stored_chunks_are_computed_on_with(asked: Mixed, writer: str, rea
     before = await loaded(asked.split, reader)
     found = await asked.ask(prompt, reader)
     assert ids(found) == right
-    deadline = asyncio.get_running_loop().time() + 5.0
+    deadline = asyncio.get_running_loop().time() + STORED_LIMIT_S
     while (more := await loaded(asked.split, reader) - before) < 300 // CHUNK:
         assert asyncio.get_running_loop().time() < deadline, more
         await asyncio.sleep(0.05)

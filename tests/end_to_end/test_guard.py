@@ -4,6 +4,7 @@ left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,7 +48,10 @@ class GuardProcess:
         )
         assert self.process.stdout is not None
         engine, orphan = map(int, self.process.stdout.readline().split())
-        self.tree = [psutil.Process(pid) for pid in (engine, orphan) if psutil.pid_exists(pid)]
+        self.tree = []
+        for pid in (engine, orphan):
+            with contextlib.suppress(psutil.NoSuchProcess):  # The engine may have ended already
+                self.tree.append(psutil.Process(pid))
 
     def order(self, text: str) -> None:
         assert self.process.stdin is not None
@@ -147,4 +151,4 @@ def test_a_tethered_process_dies_with_its_parent(tmp_path: Path) -> None:
     finally:
         kill([parent.pid])
         parent.wait(10)
-    wait_for(lambda: not psutil.pid_exists(pid), 10, "the child's end")
+    wait_for(lambda: not psutil.pid_exists(pid), 30, "the child's end")

@@ -291,7 +291,7 @@ class Apart:
         return "\n".join(p.read_text(errors="replace")[-2000:] for p in self._folder.glob("*.log"))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_processes_in_two_network_namespaces_serve_together(
     tmp_path: Path, authority: Authority, secret_file: Path, key: str
 ) -> None:
@@ -329,7 +329,7 @@ def test_processes_in_two_network_namespaces_serve_together(
             assert json.loads(asked.stdout)["choices"][0]["text"] == alone(PROMPT)
         log = tmp_path / "router.log"
         split = '"decision":"split","prefill_node":"prefill-0"'
-        wait_for(lambda: split in log.read_text(), 10, "the request's line", cluster.story)
+        wait_for(lambda: split in log.read_text(), 30, "the request's line", cluster.story)
 
         strange = tmp_path / "strange"
         strange.touch(mode=0o600)
@@ -338,7 +338,7 @@ def test_processes_in_two_network_namespaces_serve_together(
         refused = cluster.run(1, *node, SPLITSERVE_SECRET_FILE=str(strange))
         assert refused.returncode == 2
         assert "another cluster secret" in refused.stderr
-        wait_for(lambda: "has another cluster secret" in log.read_text(), 10, "the router's word")
+        wait_for(lambda: "has another cluster secret" in log.read_text(), 30, "the router's word")
         elsewhere = cluster.run(0, *node)
         assert elsewhere.returncode == 2
         assert f"cannot listen on {other}" in elsewhere.stderr

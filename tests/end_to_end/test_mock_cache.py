@@ -35,7 +35,7 @@ router: {port: 0}
 prefill: &pool
   kv_cache_bytes: KV
   engine_args:
-    {block_size: 16, max_model_len: 512, enable_faults: true, seconds_per_prompt_token: 0.0001,
+    {block_size: 16, max_model_len: 512, enable_faults: true, seconds_per_prompt_token: 0.0003,
      enable_prefix_caching: CACHING}
   transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 3}
 decode: *pool
@@ -43,6 +43,7 @@ supervision: {restart_delay_s: 0.1, drain_timeout_s: 2, stop_timeout_s: 3}
 cache:
   chunk_tokens: 64
   load_timeout_s: 5
+  lookup_timeout_s: 2
   tiers: [{type: cpu, capacity_bytes: 16 MiB}, {type: disk, capacity_bytes: 64 MiB}]
 """
 WITHOUT = POOL.replace("KV", "16 MiB").replace("CACHING", "false")
@@ -136,7 +137,7 @@ async def test_estimates_and_outcomes_are_metrics(cluster: Cluster) -> None:
         f'splitserve_cache_client_{name}_total{{node="decode-0",role="decode"}}'
         for name in ("load_estimate_seconds", "load_outcome_seconds", "hit_chunks")
     ] + ['splitserve_cache_client_connections_open{node="decode-0",role="decode"}']
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + LIMIT_S
     text = await shown()
     while missing := [line for line in expected if line not in text]:
         assert time.monotonic() < end, missing

@@ -30,7 +30,7 @@ prefill: &pool
   replicas: 2
   kv_cache_bytes: 4 MiB
   engine_args: {block_size: 32, max_model_len: 1024, enable_faults: true}
-  transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 20}
+  transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 30}
 decode: *pool
 supervision: {restart_delay_s: 0.1, drain_timeout_s: 5, stop_timeout_s: 3}
 """

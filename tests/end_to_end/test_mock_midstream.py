@@ -24,7 +24,7 @@ CLUSTER = """
 name: mock-midstream
 engine: mock
 model: {path: mock}
-router: {port: 0, node_silence_limit_s: 1.5}
+router: {port: 0, node_silence_limit_s: 4}
 prefill: &pool
   replicas: 1
   kv_cache_bytes: 4 MiB

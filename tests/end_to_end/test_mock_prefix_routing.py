@@ -148,7 +148,7 @@ class Talk:
         self.prompt_tokens.append(answer.usage.prompt_tokens)
         node = turn["prefill_node"]
         if wait:
-            await until(self.cluster, lambda found: found[node] > before[node])
+            await until(self.cluster, lambda found: found.get(node, 0) > before[node])
 
     async def say_aside(self, text: str) -> dict[str, Any]:
         """The timeline of a turn that the conversation forgets."""

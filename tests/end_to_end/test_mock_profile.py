@@ -56,7 +56,7 @@ prefill: &pool
   replicas: 1
   kv_cache_bytes: 4 MiB
   engine_args: {block_size: 16, max_model_len: 512, max_num_batched_tokens: 128,
-    max_num_seqs: 8, profile: PROFILE}
+    max_num_seqs: 8, profile: PROFILE, enable_faults: true}
   transfer: {transport: tcp, stream_min_bytes: 4096}
 decode: *pool
 """
@@ -124,14 +124,18 @@ async def test_clients_come_first(cluster: Cluster) -> None:
     """
     path = profile_path(cluster)
     before = path.read_bytes() if path.exists() else None
+    decode = await cluster.engine("decode-0")
+    # The client stays until the command has ended, however long that takes
+    await decode.faults(hold_after_tokens=5)
     stream = await cluster.client.completions.create(
         model="mock",
         prompt=prompt_of(40, 1),
-        max_tokens=460,
+        max_tokens=40,
         stream=True,
         extra_body={"ignore_eos": True},
     )
     result = await measure(cluster, "--minutes", "0.02")
+    await decode.faults()
     assert result.returncode == 1, result.stdout
     assert "1 requests of clients are on decode-0" in result.stderr
     assert "nothing was written" in result.stderr

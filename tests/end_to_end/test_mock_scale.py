@@ -27,7 +27,7 @@ router: {port: 0}
 prefill: &pool
   kv_cache_bytes: 4 MiB
   engine_args: {block_size: 32, max_model_len: 1024, enable_faults: true}
-  transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 20}
+  transfer: {transport: tcp, stream_min_bytes: 4096, lease_s: 30}
 decode: *pool
 supervision: {restart_delay_s: 0.1, drain_timeout_s: 20, stop_timeout_s: 3}
 """
@@ -119,7 +119,7 @@ def _router_status(cluster: Cluster) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{cluster.url}/internal/status", headers=cluster.up.operator()
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
 

@@ -63,7 +63,11 @@ async def test_vllm_on_ray_lives_through_losses(on_ray: OnRay) -> None:
     async with aiohttp.ClientSession(timeout=limit) as session:
         right = [(await ask(session, url, prompt))[1] for prompt in prompts]
         assert all(len(tokens) == ANSWER_TOKENS for tokens in right)
-        asking = [asyncio.create_task(ask(session, url, prompt)) for prompt in prompts]
+        is_over = asyncio.Event()
+        asking = [
+            asyncio.create_task(keep_asking(session, url, prompt, expected, is_over))
+            for prompt, expected in zip(prompts, right, strict=True)
+        ]
         await on_ray.until(lambda: any(n["decode_legs"] for n in on_ray.nodes().values()))
         engine = psutil.Process(on_ray.pid(before["prefill-0"]))
         for process in [engine, *engine.children(recursive=True)]:
@@ -71,9 +75,8 @@ async def test_vllm_on_ray_lives_through_losses(on_ray: OnRay) -> None:
         if places["decode-0"] != hosts.first:
             await asyncio.to_thread(hosts.kill, places["decode-0"])
             hosts.add()
-        for task, expected in zip(asking, right, strict=True):
-            status, tokens = await task
-            assert status in (500, 502, 503) or tokens == expected
+        is_over.set()
+        await asyncio.gather(*asking)
         await on_ray.until(lambda: on_ray.is_renewed(before, "prefill-0"), START_LIMIT_S)
         await on_ray.until(on_ray.is_whole, START_LIMIT_S)
         assert [(await ask(session, url, prompt))[1] for prompt in prompts] == right
@@ -90,6 +93,23 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
     async with session.post(f"{url}/completions", json=body) as response:
         answer = await response.json()
     return response.status, answer["choices"][0]["token_ids"] if response.status == 200 else []
+
+
+async def keep_asking(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    expected: list[int],
+    is_over: asyncio.Event,
+) -> None:
+    """Until it is over: requests are under way whenever one looks. Each ends with that answer or
+    with an error.
+    """
+    while not is_over.is_set():
+        status, tokens = await ask(session, url, prompt)
+        assert status in (500, 502, 503) or tokens == expected
+        if status != 200:
+            await asyncio.sleep(0.05)
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -96,7 +96,7 @@ def completion(**changes: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": "hello", "stream": True, "max_tokens": 8} | changes
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Poll until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.002)
 
 
-async def settled(value: Callable[[], int], for_s: float = 0.1, timeout_s: float = 10.0) -> None:
+async def settled(value: Callable[[], int], for_s: float = 0.1, timeout_s: float = 20.0) -> None:
     """Poll until the value has not changed for ``for_s``."""
     loop = asyncio.get_running_loop()
     last, since = value(), loop.time()

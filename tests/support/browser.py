@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Browser, Page
 
-LIMIT_MS = 15_000
+LIMIT_MS = 30_000
 DESKTOP = {"width": 1280, "height": 900}
 
 CONTRASTS = """() => {

@@ -53,6 +53,7 @@ cache:
   socket_path: {socket}
   staging_bytes: {staging}
   load_timeout_s: 5
+  lookup_timeout_s: 1
   tiers: {tiers}
 """
 SLOT = 16 * 1024

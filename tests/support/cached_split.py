@@ -44,6 +44,7 @@ decode:
   cpus: [[1]]
 cache:
   chunk_tokens: 64
+  lookup_timeout_s: 2
   tiers:
     - {{type: cpu, capacity_bytes: 64 MiB}}
     - {{type: disk, capacity_bytes: 256 MiB, path: FOLDER/disk, codec: CODEC}}

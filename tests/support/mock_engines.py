@@ -38,7 +38,10 @@ BLOCK_TOKENS = 32
 LAYERS = 4
 POLL_S = 0.01
 START_DEADLINE_S = 60.0
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
+"""For what happens at once where the machine is free; less than a lease of its default length, so
+that an end of the lease is not taken for it.
+"""
 
 _ports = itertools.count(20_000 + os.getpid() % 500 * 20)
 _transfers = itertools.count(1)

@@ -144,7 +144,7 @@ def stop_split(split: Split) -> None:
     try:
         split.up.interrupt()
         assert split.up.wait_for_end(90) == 0, split.up.story()
-        split.up.wait_until_nothing_is_left(5)
+        split.up.wait_until_nothing_is_left(10)
     finally:
         split.up.close()
 

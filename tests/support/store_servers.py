@@ -15,8 +15,8 @@ from support.standing_still import stand_still
 if TYPE_CHECKING:
     from pathlib import Path
 
-START_DEADLINE_S = 30.0
-STOP_DEADLINE_S = 10.0
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 30.0
 POLL_S = 0.01
 
 

@@ -107,7 +107,7 @@ class UpProcess:
         (token,) = Path(self.env["XDG_STATE_HOME"]).glob("splitserve/*/operator.token")
         return {"Authorization": f"Bearer {token.read_text()}"}
 
-    def wait_until_serving(self, limit_s: float = 60) -> None:
+    def wait_until_serving(self, limit_s: float = 120) -> None:
         """`up` says that it serves."""
 
         def serving() -> bool:

@@ -115,7 +115,7 @@ async def test_a_stream_whose_engine_dies_has_no_clean_end(quad: Cluster) -> Non
 
 async def _running(cluster: Cluster) -> str:
     """The decode node that has sent tokens."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             for name in DECODE:
                 if (await (await cluster.engine(name)).status()).running:

@@ -61,7 +61,7 @@ async def test_what_arrives_of_a_clients_headers() -> None:
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.port)
         writer.write(head.encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(body)
             answer = await reader.read()  # to the end: the router closes, as it was asked to

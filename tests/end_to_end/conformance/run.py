@@ -44,7 +44,7 @@ busy sends tokens that are ready together as one event. After that all events to
 """
 ROWS_LIMIT = 6
 """Rows that are asked at a time."""
-TIMELINE_LIMIT_S = 5.0
+TIMELINE_LIMIT_S = 20.0
 
 
 class Asked(Protocol):

@@ -109,7 +109,7 @@ def test_the_gpu_kernels_fill_and_read_pages_as_the_reference(mode: str, tmp_pat
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Callable[[str], Any]:
             env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=250,
         )
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)

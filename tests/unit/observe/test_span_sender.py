@@ -99,7 +99,7 @@ def test_what_comes_too_fast_is_dropped(
     time_before = time.monotonic()
     for number in range(100):
         sender.put(str(number))
-    assert time.monotonic() - time_before < 1.0
+    assert time.monotonic() - time_before < LIMIT_S
     exporter.gate.set()
     sender.close(LIMIT_S)
     assert sender.counts.dropped >= 96
@@ -126,5 +126,5 @@ def test_the_end_waits_so_long_and_no_longer(exporter: Exporter) -> None:
     sender.put("one")
     begin = time.monotonic()
     sender.close(0.2)
-    assert 0.15 < time.monotonic() - begin < 5.0
+    assert 0.15 < time.monotonic() - begin < LIMIT_S
     assert exporter.is_shut

@@ -79,5 +79,5 @@ async def test_a_router_that_stops_waits_for_no_cache() -> None:
     assert task is not None
     await until(lambda: server.asked == 1)
     glance.close()
-    await asyncio.wait([task], timeout=1)
+    await asyncio.wait([task], timeout=20)
     assert task.cancelled()

@@ -41,7 +41,7 @@ async def watch(cluster: StubCluster, **headers: str) -> aiohttp.ClientResponse:
 
 async def event_of(watching: aiohttp.ClientResponse) -> tuple[str, Any]:
     """The next event; comments do not count."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             text = (await watching.content.readuntil(b"\n\n")).decode()
             if text.startswith(":"):
@@ -148,7 +148,7 @@ async def test_a_router_that_stops_ends_the_stream() -> None:
         watching = await watch(cluster)
         await event_of(watching)
         await cluster.router.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await watching.content.read()
         assert watching.content.at_eof()
 

@@ -228,7 +228,7 @@ async def test_an_engines_error_is_passed_on_unchanged(is_streaming: bool, statu
         assert await response.read() == b'{"error":{"message":"mine"}}'
         assert response.headers["x-engine"] == "kept"
         await cluster.idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await cluster.engines["p0"].asked[0].client_left.wait()
 
 
@@ -350,7 +350,7 @@ async def test_a_client_that_leaves_closes_both_legs(stage: str) -> None:
             posting.cancel()
         await cluster.idle()
         for engine in cluster.engines.values():
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await engine.asked[0].client_left.wait()
         cluster.router.log.flush()
         assert json.loads(cluster.log.getvalue())["status"] == 499
@@ -457,7 +457,7 @@ async def test_stopping_ends_streams_with_an_error_event() -> None:
             engine.answer = hang
         response = await cluster.post()
         reading = asyncio.ensure_future(response.read())
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(20):
             await cluster.router.drain(0.05)
             assert (await refused(cluster)) == 503
             await cluster.router.stop()

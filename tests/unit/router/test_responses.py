@@ -406,7 +406,7 @@ async def test_a_client_that_leaves(path: str) -> None:
         posting.cancel()
         await cluster.idle()
         for name in working:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await cluster.engines[name].asked[0].client_left.wait()
 
 

@@ -79,7 +79,7 @@ async def test_clients_get_whole_answers_and_refusals_by_https(tmp_path: Path) -
             assert response.status == 413
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert b"HTTP/1.1 200" not in await reader.read()
     writer.close()
     async with aiohttp.ClientSession() as session, session.get(url, ssl=context) as response:

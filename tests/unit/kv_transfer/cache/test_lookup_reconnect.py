@@ -27,7 +27,7 @@ GEOMETRY = ChunkGeometry(
     order="rows",
 )
 KEYS = [bytes(32)]
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 def _first_messages(listener: socket.socket) -> tuple[socket.socket, list[object]]:
