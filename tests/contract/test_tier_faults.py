@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 0.3
 HASTY = {"timeout_s": str(TIMEOUT_S), "connect_timeout_s": str(TIMEOUT_S)}
 POLL_S = 0.01
-SLACK_S = 4.0
+SLACK_S = 15.0
 """What a loaded machine adds to a timeout; far below what libraries wait by default."""
 PASSWORD = "p@ss:w/rd"
 
