@@ -183,8 +183,7 @@ def test_an_owner_that_stands_still_costs_the_timeout(
     """Whether the client has met it before or not (then its own call would take a minute): an error
     soon, and when the owner goes on nothing is written to the buffers any more.
     """
-    # A master that gives up an owner which is only slow says at once that nothing is there
-    master = Master(free_port, tmp_path, "--client_ttl=30")
+    master = Master(free_port, tmp_path)
     try:
         owner = master.add_owner(32)
         chunk = make_chunk(50)

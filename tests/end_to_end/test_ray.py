@@ -112,7 +112,7 @@ async def test_a_cluster_lives_through_losses_and_an_interrupted_up(
     """
     hosts = on_ray.hosts
     first = on_ray.up("two")
-    wait_for(lambda: "prefill-0" in first.output(), 40, "the first words", on_ray.story)
+    wait_for(lambda: "prefill-0" in first.output(), 120, "the first words", on_ray.story)
     kill([first.process.pid])
     first.wait_for_end()
     up = on_ray.up("one")
