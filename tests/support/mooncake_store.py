@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LEASE_S = 2.0
 """Longer than any read of a test takes."""
-OWNER_TTL_S = 2
+OWNER_TTL_S = 4
 """After so long without a sign of life the master gives up an owner's memory."""
 UNFINISHED_S = 1
 """After so long a write that was not ended is as if it had not been begun."""
