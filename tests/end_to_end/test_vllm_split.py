@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import itertools
+import json
 import random
 import re
 from typing import TYPE_CHECKING, Any
@@ -263,6 +264,20 @@ async def test_answers_are_those_of_one_engine(
         for key, outcome in outcomes.items()
     }
     assert not any(problems.values()), problems
+
+
+async def test_a_seed_and_a_prompt_of_several_steps(split: Split) -> None:
+    """One engine, which throws away what it samples before the prompt's end, uses up nothing of the
+    seed by that, nor does it die: its answer is the cluster's, whose decode node samples once.
+    """
+    (prompt,) = prompts([700], seed=31)
+    body = {"model": "m", "prompt": prompt, "seed": 9, "temperature": 1, "max_tokens": 6}
+    async with aiohttp.ClientSession() as session:
+        url = (await split.nodes())["prefill-0"]["engine_url"]
+        replies = await OneCluster(session, split, url).ask("/v1/completions", body)
+    texts = [json.loads(reply.raw)["choices"][0]["text"] for reply in replies]
+    assert [reply.status for reply in replies] == [200, 200]
+    assert texts[0] == texts[1] != ""
 
 
 async def test_refusals_reach_the_client_and_leave_nothing(split: Split) -> None:

@@ -17,6 +17,7 @@ from splitserve.orchestrator.engines.command import (
     transfer_settings,
 )
 from splitserve.orchestrator.engines.vllm.process_waits import SLEEPING_WAITS_ENV
+from splitserve.orchestrator.engines.vllm.seeded_chunks import SEEDED_CHUNKS_ENV
 
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig, NodeConfig, PoolConfig
@@ -100,6 +101,9 @@ def _kv_transfer_config(config: ClusterConfig, node: NodeConfig, incarnation: st
     )
 
 
+_ON_CPU = {SLEEPING_WAITS_ENV: "1", SEEDED_CHUNKS_ENV: "1"}
+
+
 def _environment(node: NodeConfig, model: str) -> dict[str, str]:
     env = network_environment(node) | {
         "VLLM_NO_USAGE_STATS": "1",
@@ -114,10 +118,10 @@ def _environment(node: NodeConfig, model: str) -> dict[str, str]:
     elif node.cpus is not None:
         ranks = node.settings.engine_args.tensor_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(node.cpus, ranks)
-        env[SLEEPING_WAITS_ENV] = "1"
+        env |= _ON_CPU
     elif node.unpinned_cpus:
         ranks = node.settings.engine_args.tensor_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(node.unpinned_cpus // ranks)
-        env[SLEEPING_WAITS_ENV] = "1"
+        env |= _ON_CPU
     return env

@@ -49,7 +49,7 @@ prefill:
     block_size: {block}
     max_model_len: {max_length}
     enforce_eager: true
-    max_num_batched_tokens: 512
+    max_num_batched_tokens: 4096
     enable_prompt_tokens_details: true
     enable_auto_tool_choice: true
     tool_call_parser: hermes

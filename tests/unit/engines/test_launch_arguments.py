@@ -116,6 +116,7 @@ def test_the_environment_pins_and_stays_at_home() -> None:
     env = command_of("prefill-0").env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert env["SPLITSERVE_SLEEPING_WAITS"] == "1"
+    assert env["SPLITSERVE_SEEDED_CHUNKS"] == "1"
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["VLLM_HOST_IP"] == "127.0.0.1"
     assert env["GLOO_SOCKET_IFNAME"] == env["UCX_NET_DEVICES"] == "lo"
