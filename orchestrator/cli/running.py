@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.base import Launcher
     from splitserve.orchestrator.launch.plan import Plan
 
+SERVING_LINE = "serving; Ctrl-C stops everything"
+"""The last line of an `up` that nobody interrupts. True where it runs in the foreground."""
 _POLL_S = 0.25
 _WATCH_S = 1.0
 _READY_MARGIN_S = 60.0
@@ -200,14 +202,15 @@ class _Run:
         return False
 
     async def _show(self) -> None:
-        self._note("serving")
         status = await self._launcher.status()
         print_endpoints(self._console, self._launcher.config, self._launcher.urls, status)
         self._console.print(f"logs: {self._launcher.logs}", highlight=False, soft_wrap=True)
+        # After the lines, which `up --detach` shows until then
+        self._note("serving")
 
     async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
         if while_serving is None:
-            self._console.print("serving; Ctrl-C stops everything", highlight=False)
+            self._console.print(SERVING_LINE, highlight=False)
             await self._watch()
             return
         work = asyncio.ensure_future(while_serving(self._launcher.urls[0]))

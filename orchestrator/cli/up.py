@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from splitserve.kv_transfer.cache.settings import CacheSettings
 from splitserve.kv_transfer.cache.socket_path import is_listening
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
+from splitserve.orchestrator.cli.background import start_in_background
 from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.far_nodes import seen_by_router
@@ -30,7 +29,6 @@ from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilent
 from splitserve.orchestrator.cli.running import run_cluster
 from splitserve.orchestrator.config import load, load_resolved
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
 from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
@@ -64,7 +62,7 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
         click.echo(f"{name} serves; `splitserve down {name}` stops it")
         return
     if detach:
-        _detach(prepared)
+        start_in_background(prepared)
         return
     hold_quality(prepared.config, prepared.source, click.echo)
     asyncio.run(run_cluster(prepared, Console(markup=False)))
@@ -152,29 +150,6 @@ def _show(prepared: Plan) -> None:
     for name, command in shown_commands(prepared).items():
         click.echo(f"# {name}:\n#   {command}")
     click.echo(f"# roles: {roles_in_words(flip_obstacle(prepared.config))}")
-
-
-def _detach(prepared: Plan) -> None:
-    """Start `up` in a session of its own and wait until it serves."""
-    files = ClusterFiles(prepared.config.name)
-    files.lock().close()
-    log_path = files.log_dir / "up.log"
-    command = [sys.executable, "-m", "splitserve.orchestrator.cli.main", "up", prepared.source]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    # `up` ends by itself when its engines are not ready in time, so this loop ends too
-    while process.poll() is None:
-        record = files.record()
-        if record is not None and record.pid == process.pid and record.phase == "serving":
-            click.echo(
-                f"{record.name} serves on {record.url}/v1; `splitserve down {record.name}` stops it"
-            )
-            return
-        time.sleep(_POLL_S)
-    text = log_path.read_text(errors="replace")
-    raise StartError(f"it did not start; its log is {log_path}", tuple(text.splitlines()[-15:]))
 
 
 def chosen_cluster(name: str | None) -> ClusterFiles:
