@@ -93,6 +93,7 @@ def down(name: str | None) -> None:
             click.echo(f"{files.name} was not running; removed what was left of it")
             return
         raise click.exceptions.Exit(not_running(files.name))
+    _say_what_is_waited_for(files, record)
     os.kill(record.pid, signal.SIGTERM)
     if not _wait_until_stopped(files, _stop_limit_s(files)):
         click.echo(f"{files.name} does not stop; killing it", err=True)
@@ -171,14 +172,34 @@ def not_running(name: str | None) -> int:
     return EXIT_NOT_RUNNING
 
 
+def _say_what_is_waited_for(files: ClusterFiles, record: ClusterRecord) -> None:
+    """One line when requests are to finish first; none while the cluster does not serve."""
+    if record.phase != "serving":
+        return
+    told = [status["requests"] for status in _router_statuses(files, record).values() if status]
+    if count := sum(requests["running"] + requests["waiting"] for requests in told):
+        limits = _supervision(files)
+        bound = f", at most {limits['drain_timeout_s']:g} s" if limits else ""
+        click.echo(f"waits for {count} request{'s' if count > 1 else ''} to finish{bound}")
+
+
 def _stop_limit_s(files: ClusterFiles) -> float:
     """What `up` may take: drain, engine stop, margins."""
-    try:
-        supervision = json.loads(files.config_path.read_bytes())["supervision"]
-        limit: float = supervision["drain_timeout_s"] + supervision["stop_timeout_s"]
-    except (OSError, ValueError, KeyError):
+    limits = _supervision(files)
+    if limits is None:
         return _DOWN_DEFAULT_S
-    return limit + _DOWN_MARGIN_S
+    return limits["drain_timeout_s"] + limits["stop_timeout_s"] + _DOWN_MARGIN_S
+
+
+def _supervision(files: ClusterFiles) -> dict[str, float] | None:
+    """Of the resolved configuration; None where that cannot be read: a cluster is stopped all the
+    same.
+    """
+    try:
+        found = json.loads(files.config_path.read_bytes())["supervision"]
+        return {key: float(found[key]) for key in ("drain_timeout_s", "stop_timeout_s")}
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:
