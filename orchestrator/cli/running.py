@@ -47,17 +47,17 @@ async def run_cluster(
     while_serving: Callable[[str], Awaitable[None]] | None = None,
     *,
     leaves: bool = False,
-) -> None:
-    """The cluster has been up and is down again, with nothing left behind.
+) -> bool:
+    """The cluster has been up and is down again, with nothing left behind; or True: it serves on.
 
     It serves until a signal comes, or until ``while_serving(url)`` returns; with ``leaves``, which
-    needs a launcher whose processes live without this one, it serves on. Raises ``StartError`` when
+    needs a launcher whose processes live without this one, on and on. Raises ``StartError`` when
     it cannot become ready or falls apart for good, and whatever ``while_serving`` raises.
     """
     files = ClusterFiles(plan.config.name)
     with files.lock():
         launcher = _launcher(plan, files, console)
-        await _Run(plan, console, files, launcher, leaves=leaves).through(while_serving)
+        return await _Run(plan, console, files, launcher, leaves=leaves).through(while_serving)
 
 
 def _launcher(plan: Plan, files: ClusterFiles, console: Console) -> Launcher:
@@ -108,8 +108,8 @@ class _Run:
             tls=tls_files(plan.config.security.tls),
         )
 
-    async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
-        """Start, serve, stop."""
+    async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> bool:
+        """Start, serve, stop; True when it has been left to serve on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -127,6 +127,7 @@ class _Run:
             raise
         finally:
             await self._end(runs_on=runs_on)
+        return runs_on
 
     async def _start(self) -> bool:
         """True when everything has been started, False when asked to stop before."""

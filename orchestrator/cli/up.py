@@ -22,6 +22,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
 from splitserve.orchestrator.cli.background import start_in_background
 from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
+from splitserve.orchestrator.cli.entry import EXIT_INTERRUPTED
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.far_nodes import seen_by_router
 from splitserve.orchestrator.cli.on_ray import down_on_ray
@@ -57,8 +58,10 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
         _show(prepared)
         return
     if detach and prepared.config.launcher == "ray":
-        asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True))
         name = prepared.config.name
+        if not asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True)):
+            click.echo(f"{name} has been stopped")
+            raise click.exceptions.Exit(EXIT_INTERRUPTED)
         click.echo(f"{name} serves; `splitserve down {name}` stops it")
         return
     if detach:

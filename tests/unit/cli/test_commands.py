@@ -127,3 +127,26 @@ def test_down_says_what_it_waits_for(
         monkeypatch.setattr(up, "os", SimpleNamespace(kill=lambda pid, number: lock.close()))
         result = run("down")
     assert (result.exit_code, result.stdout) == (0, f"{told}test has been stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("serves", "status", "told"),
+    [
+        (True, 0, "test serves; `splitserve down test` stops it\n"),
+        (False, 130, "test has been stopped\n"),
+    ],
+)
+def test_detached_on_ray_it_serves_on_or_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool, status: int, told: str
+) -> None:
+    """Ctrl-C before it served has stopped it, and nothing says that it serves."""
+
+    async def ran(*_: object, leaves: bool) -> bool:
+        assert leaves
+        return serves
+
+    config = SimpleNamespace(name="test", launcher="ray")
+    monkeypatch.setattr(up, "plan", lambda source, environ: SimpleNamespace(config=config))
+    monkeypatch.setattr(up, "run_cluster", ran)
+    result = run("up", str(tmp_path / "cluster.yaml"), "--detach")
+    assert (result.exit_code, result.stdout) == (status, told)
