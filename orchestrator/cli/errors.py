@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from splitserve.orchestrator.cli.entry import EXIT_INTERRUPTED
 from splitserve.orchestrator.cli.figures import as_lines
 from splitserve.orchestrator.config import ConfigError
 from splitserve.orchestrator.launch.base import StartError
@@ -42,6 +43,8 @@ class TellingGroup(click.Group):
         except StartError as error:
             _tell(iter([f"error: {error}", *(f"  | {line}" for line in error.details)]))
             raise click.exceptions.Exit(EXIT_FAILED) from error
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
         except OSError as error:
             if error.filename is None:
                 raise

@@ -167,11 +167,17 @@ class RouterClient:
         self._url = self._urls[0]
         return connection_to(self._url, self._tls, timeout_s)
 
+    def _token(self) -> str:
+        try:
+            return self._files.token_path.read_text()
+        except FileNotFoundError:
+            raise RouterSilentError(f"{self._files.name} has been stopped meanwhile") from None
+
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
     ) -> tuple[int, dict[str, Any]]:
         headers = {
-            "Authorization": f"Bearer {self._files.token_path.read_text()}",
+            "Authorization": f"Bearer {self._token()}",
             "Content-Type": "application/json",
         }
         try:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.launch.base import Launcher
     from splitserve.orchestrator.launch.plan import Plan
 
+SERVING_LINE = "serving; Ctrl-C stops everything"
+"""The last line of an `up` that nobody interrupts. True where it runs in the foreground."""
 _POLL_S = 0.25
 _WATCH_S = 1.0
 _READY_MARGIN_S = 60.0
@@ -45,17 +47,17 @@ async def run_cluster(
     while_serving: Callable[[str], Awaitable[None]] | None = None,
     *,
     leaves: bool = False,
-) -> None:
-    """The cluster has been up and is down again, with nothing left behind.
+) -> bool:
+    """The cluster has been up and is down again, with nothing left behind; or True: it serves on.
 
     It serves until a signal comes, or until ``while_serving(url)`` returns; with ``leaves``, which
-    needs a launcher whose processes live without this one, it serves on. Raises ``StartError`` when
+    needs a launcher whose processes live without this one, on and on. Raises ``StartError`` when
     it cannot become ready or falls apart for good, and whatever ``while_serving`` raises.
     """
     files = ClusterFiles(plan.config.name)
     with files.lock():
         launcher = _launcher(plan, files, console)
-        await _Run(plan, console, files, launcher, leaves=leaves).through(while_serving)
+        return await _Run(plan, console, files, launcher, leaves=leaves).through(while_serving)
 
 
 def _launcher(plan: Plan, files: ClusterFiles, console: Console) -> Launcher:
@@ -106,8 +108,8 @@ class _Run:
             tls=tls_files(plan.config.security.tls),
         )
 
-    async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
-        """Start, serve, stop."""
+    async def through(self, while_serving: Callable[[str], Awaitable[None]] | None) -> bool:
+        """Start, serve, stop; True when it has been left to serve on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -125,6 +127,7 @@ class _Run:
             raise
         finally:
             await self._end(runs_on=runs_on)
+        return runs_on
 
     async def _start(self) -> bool:
         """True when everything has been started, False when asked to stop before."""
@@ -200,14 +203,15 @@ class _Run:
         return False
 
     async def _show(self) -> None:
-        self._note("serving")
         status = await self._launcher.status()
         print_endpoints(self._console, self._launcher.config, self._launcher.urls, status)
         self._console.print(f"logs: {self._launcher.logs}", highlight=False, soft_wrap=True)
+        # After the lines, which `up --detach` shows until then
+        self._note("serving")
 
     async def _serve(self, while_serving: Callable[[str], Awaitable[None]] | None) -> None:
         if while_serving is None:
-            self._console.print("serving; Ctrl-C stops everything", highlight=False)
+            self._console.print(SERVING_LINE, highlight=False)
             await self._watch()
             return
         work = asyncio.ensure_future(while_serving(self._launcher.urls[0]))

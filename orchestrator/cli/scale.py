@@ -54,7 +54,20 @@ class NumberList(click.ParamType["tuple[int, ...]"]):
             self.fail(f"{value!r} is no list of numbers such as 0-3,6", param, ctx)
 
 
-@click.command()
+class SizeCommand(click.Command):
+    """One whose number may be typed below 0, which click takes for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As any command does. Raises ``UsageError`` that says what is wrong with such a number."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if re.fullmatch(r"-\d", error.option_name):
+                raise click.UsageError("NODES must be at least 1", ctx) from None
+            raise
+
+
+@click.command(cls=SizeCommand)
 @click.argument("pool", type=click.Choice(POOLS))
 @click.argument("nodes", type=int)
 @click.option(
@@ -98,14 +111,21 @@ def scale(
         scaling.check_phase()
         found = scaling.planned(pool, nodes, cpus, gpus)
         if not (found.new or found.gone):
-            click.echo(f"{scaling.record.name} has {nodes} {pool} nodes already")
+            click.echo(
+                f"{scaling.record.name} has {nodes} {pool} nodes already{scaling.hint(pool)}"
+            )
             return
         if found.warning:
             click.echo(f"note: {found.warning}", err=True)
-        scaling.let_leave(found.gone)
-        scaling.order_size(pool, nodes, cpus, gpus)
-        scaling.forget(found.gone)
-        scaling.wait_for_new(pool, found.new)
+        try:
+            scaling.let_leave(found.gone)
+            scaling.has_ordered = True
+            scaling.order_size(pool, nodes, cpus, gpus)
+            scaling.forget(found.gone)
+            scaling.wait_for_new(pool, found.new)
+        except KeyboardInterrupt:
+            scaling.say_interrupted(pool, nodes, found)
+            raise
 
 
 def _scaling(
@@ -122,8 +142,38 @@ def _scaling(
 class Scaling(Departures):
     """One running cluster that gets another size."""
 
+    has_ordered = False
+    """Something has been asked of the cluster."""
+
     def close(self) -> None:
         """Nothing is held any more."""
+
+    def hint(self, pool: str) -> str:
+        """How those of a pool's nodes that do not run come back; empty when all of them run."""
+        size = self.config.pool(pool).replicas
+        phases = {name: self.phase(name) for name in (f"{pool}-{n}" for n in range(size))}
+        away = [name for name, phase in phases.items() if phase in ("left", "failed")]
+        if not away:
+            return ""
+        told = ", ".join(f"{name} has {phases[name]}" for name in away)
+        words, them = ("", "it") if len(away) == 1 else ("--rolling ", "them")
+        return f", but {told}: `splitserve restart {words}{' '.join(away)}` brings {them} back"
+
+    def say_interrupted(self, pool: str, replicas: int, wanted: Scaled) -> None:
+        """Ctrl-C has come: say what goes on without the command, and what to do."""
+        told = "nothing has been changed"
+        if self.has_ordered and wanted.gone:
+            told = (
+                f"still leaving: {', '.join(wanted.gone)}; `splitserve scale {pool} {replicas}` "
+                "finishes it, `splitserve restart NODE` brings back one that has left"
+            )
+        elif self.has_ordered:
+            told = (
+                f"still loading: {', '.join(wanted.new)}; `splitserve status {self.record.name}` "
+                f"shows how far, `splitserve scale {pool} {replicas - len(wanted.new)}` takes away "
+                "what is new"
+            )
+        click.echo(f"\ninterrupted; {told}", err=True)
 
     def check_launcher(self, pool: str, replicas: int) -> None:
         """Raises ``RefusedError`` for a cluster whose nodes are started by somebody else."""
@@ -165,9 +215,14 @@ class Scaling(Departures):
         """They have left. Raises ``RefusedError`` before any has been ordered to when the last
         decode node is among them.
         """
-        usable = {name for name, node in self.nodes().items() if _decodes(node)}
+        nodes = self.nodes()
+        usable = {name for name, node in nodes.items() if _decodes(node)}
         if usable and usable <= set(names) and not self._force:
-            raise self._last_decode_node(f"{' and '.join(sorted(usable))} would go, and no other")
+            flipped = sorted(
+                name for name in nodes if name not in names and _is_flipped(name, nodes)
+            )
+            raise self._last_decode_node(_why_they_stay(sorted(usable), flipped))
+        self.has_ordered = bool(names)
         ordered = [
             name
             for name in names
@@ -242,3 +297,17 @@ class Scaling(Departures):
 
 def _decodes(node: dict[str, Any]) -> bool:
     return node["role"] == "decode" and bool(node["is_usable"])
+
+
+def _is_flipped(name: str, nodes: dict[str, dict[str, Any]]) -> bool:
+    return name.startswith("decode-") and nodes[name]["role"] != "decode"
+
+
+def _why_they_stay(last: Sequence[str], flipped: Sequence[str]) -> str:
+    are, them = ("is the last decode node", "it")
+    if len(last) > 1:
+        are, them = ("are the last decode nodes", "them")
+    told = f"{' and '.join(last)} {are}: without {them} no request is answered"
+    if flipped:
+        told += f" ({' and '.join(flipped)} {'prefills' if len(flipped) == 1 else 'prefill'} now)"
+    return told

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,9 @@ from splitserve.kv_transfer.cache.settings import CacheSettings
 from splitserve.kv_transfer.cache.socket_path import is_listening
 from splitserve.orchestrator.agent.status_file import NodeStatus, read_status
 from splitserve.orchestrator.cli.audit import show_audit
+from splitserve.orchestrator.cli.background import start_in_background
 from splitserve.orchestrator.cli.display import owed_in_words, role_of, stage_of
+from splitserve.orchestrator.cli.entry import EXIT_INTERRUPTED
 from splitserve.orchestrator.cli.errors import EXIT_NOT_RUNNING
 from splitserve.orchestrator.cli.far_nodes import seen_by_router
 from splitserve.orchestrator.cli.on_ray import down_on_ray
@@ -30,7 +30,6 @@ from splitserve.orchestrator.cli.router_client import RouterClient, RouterSilent
 from splitserve.orchestrator.cli.running import run_cluster
 from splitserve.orchestrator.config import load, load_resolved
 from splitserve.orchestrator.config.flips import flip_obstacle
-from splitserve.orchestrator.launch.base import StartError
 from splitserve.orchestrator.launch.children import sweep
 from splitserve.orchestrator.launch.files import ClusterFiles, known_clusters
 from splitserve.orchestrator.launch.plan import Plan, plan, shown_commands, shown_config
@@ -60,12 +59,14 @@ def up(config: str, dry_run: bool, detach: bool) -> None:
         return
     if detach and prepared.config.launcher == "ray":
         hold_quality(prepared.config, prepared.source, click.echo)
-        asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True))
         name = prepared.config.name
+        if not asyncio.run(run_cluster(prepared, Console(markup=False), leaves=True)):
+            click.echo(f"{name} has been stopped")
+            raise click.exceptions.Exit(EXIT_INTERRUPTED)
         click.echo(f"{name} serves; `splitserve down {name}` stops it")
         return
     if detach:
-        _detach(prepared)
+        start_in_background(prepared)
         return
     hold_quality(prepared.config, prepared.source, click.echo)
     asyncio.run(run_cluster(prepared, Console(markup=False)))
@@ -96,6 +97,7 @@ def down(name: str | None) -> None:
             click.echo(f"{files.name} was not running; removed what was left of it")
             return
         raise click.exceptions.Exit(not_running(files.name))
+    _say_what_is_waited_for(files, record)
     os.kill(record.pid, signal.SIGTERM)
     if not _wait_until_stopped(files, _stop_limit_s(files)):
         click.echo(f"{files.name} does not stop; killing it", err=True)
@@ -155,29 +157,6 @@ def _show(prepared: Plan) -> None:
     click.echo(f"# roles: {roles_in_words(flip_obstacle(prepared.config))}")
 
 
-def _detach(prepared: Plan) -> None:
-    """Start `up` in a session of its own and wait until it serves."""
-    files = ClusterFiles(prepared.config.name)
-    files.lock().close()
-    log_path = files.log_dir / "up.log"
-    command = [sys.executable, "-m", "splitserve.orchestrator.cli.main", "up", prepared.source]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    # `up` ends by itself when its engines are not ready in time, so this loop ends too
-    while process.poll() is None:
-        record = files.record()
-        if record is not None and record.pid == process.pid and record.phase == "serving":
-            click.echo(
-                f"{record.name} serves on {record.url}/v1; `splitserve down {record.name}` stops it"
-            )
-            return
-        time.sleep(_POLL_S)
-    text = log_path.read_text(errors="replace")
-    raise StartError(f"it did not start; its log is {log_path}", tuple(text.splitlines()[-15:]))
-
-
 def chosen_cluster(name: str | None) -> ClusterFiles:
     """The cluster NAME, or the only one there is."""
     if name is not None:
@@ -197,14 +176,34 @@ def not_running(name: str | None) -> int:
     return EXIT_NOT_RUNNING
 
 
+def _say_what_is_waited_for(files: ClusterFiles, record: ClusterRecord) -> None:
+    """One line when requests are to finish first; none while the cluster does not serve."""
+    if record.phase != "serving":
+        return
+    told = [status["requests"] for status in _router_statuses(files, record).values() if status]
+    if count := sum(requests["running"] + requests["waiting"] for requests in told):
+        limits = _supervision(files)
+        bound = f", at most {limits['drain_timeout_s']:g} s" if limits else ""
+        click.echo(f"waits for {count} request{'s' if count > 1 else ''} to finish{bound}")
+
+
 def _stop_limit_s(files: ClusterFiles) -> float:
     """What `up` may take: drain, engine stop, margins."""
-    try:
-        supervision = json.loads(files.config_path.read_bytes())["supervision"]
-        limit: float = supervision["drain_timeout_s"] + supervision["stop_timeout_s"]
-    except (OSError, ValueError, KeyError):
+    limits = _supervision(files)
+    if limits is None:
         return _DOWN_DEFAULT_S
-    return limit + _DOWN_MARGIN_S
+    return limits["drain_timeout_s"] + limits["stop_timeout_s"] + _DOWN_MARGIN_S
+
+
+def _supervision(files: ClusterFiles) -> dict[str, float] | None:
+    """Of the resolved configuration; None where that cannot be read: a cluster is stopped all the
+    same.
+    """
+    try:
+        found = json.loads(files.config_path.read_bytes())["supervision"]
+        return {key: float(found[key]) for key in ("drain_timeout_s", "stop_timeout_s")}
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _wait_until_stopped(files: ClusterFiles, limit_s: float) -> bool:

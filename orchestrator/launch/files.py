@@ -164,13 +164,13 @@ class ClusterFiles:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             handle.close()
-            record = self.record()
-            by = f" (pid {record.pid}, {record.url})" if record is not None else ""
-            raise RunningClusterError(
-                f"a cluster named {self.name!r} is running already{by}; "
-                f"stop it with `splitserve down {self.name}`, or give this one another `name`"
-            ) from None
+            raise self._running_already() from None
         return handle
+
+    def refuse_running(self) -> None:
+        """Raises ``RunningClusterError`` while another ``up`` holds the lock."""
+        if self.is_held():
+            raise self._running_already()
 
     def is_running(self) -> bool:
         """Whether an ``up`` holds the lock, or has left the cluster running on a Ray cluster."""
@@ -279,6 +279,14 @@ class ClusterFiles:
             return None
         answer = msgspec.json.decode(data, type=ScaleAnswer)
         return answer if answer.ticket == ticket else None
+
+    def _running_already(self) -> RunningClusterError:
+        record = self.record()
+        by = f" (pid {record.pid}, {record.url})" if record is not None else ""
+        return RunningClusterError(
+            f"a cluster named {self.name!r} is running already{by}; "
+            f"stop it with `splitserve down {self.name}`, or give this one another `name`"
+        )
 
     def _wish_path(self, node: str) -> Path:
         return self.run_dir / f"{node}.start"

@@ -20,6 +20,7 @@ from splitserve.orchestrator.config.cache_checks import shown_url
 from splitserve.orchestrator.config.credentials import SECRET_NAMES
 from splitserve.orchestrator.engines.command import engine_command
 from splitserve.orchestrator.launch.checks.model import model_of
+from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.launch.paths import with_cache_paths, with_log_dir, with_profile_path
 from splitserve.orchestrator.launch.ports import with_ports
 from splitserve.orchestrator.launch.preflight import preflight
@@ -47,8 +48,8 @@ class Plan:
 
 
 def plan(source: str, environ: Mapping[str, str]) -> Plan:
-    """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong; nothing
-    has been started.
+    """What ``up SOURCE`` would start. Raises ``ConfigError`` with everything that is wrong, or
+    ``RunningClusterError`` where that cluster itself is in the way; nothing has been started.
     """
     config = load(source)
     if config.launcher == "ray":
@@ -57,6 +58,8 @@ def plan(source: str, environ: Mapping[str, str]) -> Plan:
     try:
         preflight(config, environ)
     except ConfigError as error:
+        # Its own ports would be found in use
+        ClusterFiles(config.name).refuse_running()
         raise ConfigError(error.problems, source) from error
     config = with_log_dir(with_ports(config))
     return Plan(source, config, model_of(config), secrets.token_hex(8), secret_for(config, environ))

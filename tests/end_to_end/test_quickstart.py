@@ -51,13 +51,19 @@ def test_quickstart_answers_and_stops(tmp_path: Path) -> None:
 
 
 def test_detach(tmp_path: Path) -> None:
-    """`up --detach` returns when the cluster serves; `down` without a name stops the only one."""
+    """`up --detach` shows how the nodes load and returns when the cluster serves; `down` without a
+    name stops the only one.
+    """
     config = tmp_path / "quick.yaml"
     config.write_text(MOCK)
     try:
         result = splitserve(tmp_path, "up", str(config), "--detach", limit_s=100)
         assert result.returncode == 0, result.stdout + result.stderr
-        assert "quick serves on http://127.0.0.1:" in result.stdout
+        *progress, last = result.stdout.splitlines()
+        assert last.startswith("quick serves on http://127.0.0.1:")
+        assert [line for line in progress if line.startswith("decode-0: loading")], progress
+        assert [line for line in progress if line.startswith("logs: ")], progress
+        assert "Ctrl-C" not in result.stdout
     finally:
         down = splitserve(tmp_path, "down", limit_s=60)
     assert down.returncode == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
 
+from splitserve.orchestrator.cli import up
 from splitserve.orchestrator.cli.main import main
-from splitserve.orchestrator.config import builtin_names, parse
+from splitserve.orchestrator.config import builtin_names, dump_resolved, parse
+from splitserve.orchestrator.launch.files import ClusterFiles, ClusterRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,3 +92,61 @@ def test_doctor(tmp_path: Path) -> None:
     assert "no CPU 4000" in result.stdout
     assert "roles: fixed: prefill.cpus gives each node 1 CPUs but decode.cpus" in result.stdout
     assert "ok    model" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("loads", "told"),
+    [
+        ([(2, 1)], "waits for 3 requests to finish, at most 30 s\n"),
+        ([(1, 0), (0, 0)], "waits for 1 request to finish, at most 30 s\n"),
+        ([(0, 0), None], ""),
+    ],
+)
+def test_down_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, loads: list[tuple[int, int] | None], told: str
+) -> None:
+    """Requests of all routers that answer, and for how long; nothing where there are none."""
+    answers = {
+        f"http://127.0.0.1:{port}": {"requests": {"running": load[0], "waiting": load[1]}}
+        if load
+        else {}
+        for port, load in enumerate(loads)
+    }
+    text = "engine: mock\nmodel: {path: m}\nsupervision: {drain_timeout_s: 30}\n"
+    files = ClusterFiles("test")
+    with files.lock() as lock:
+        files.begin_run(dump_resolved(parse(text)), "token")
+        files.write_record(
+            ClusterRecord(
+                name="test", run="r", pid=7, source="", url="", nodes=(), phase="serving",
+                started=0.0, log_dir="",
+            )
+        )  # fmt: skip
+        monkeypatch.setattr(up, "_router_statuses", lambda files, record: answers)
+        monkeypatch.setattr(up, "sweep", lambda run: None)
+        monkeypatch.setattr(up, "os", SimpleNamespace(kill=lambda pid, number: lock.close()))
+        result = run("down")
+    assert (result.exit_code, result.stdout) == (0, f"{told}test has been stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("serves", "status", "told"),
+    [
+        (True, 0, "test serves; `splitserve down test` stops it\n"),
+        (False, 130, "test has been stopped\n"),
+    ],
+)
+def test_detached_on_ray_it_serves_on_or_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool, status: int, told: str
+) -> None:
+    """Ctrl-C before it served has stopped it, and nothing says that it serves."""
+
+    async def ran(*_: object, leaves: bool) -> bool:
+        assert leaves
+        return serves
+
+    config = SimpleNamespace(name="test", launcher="ray")
+    monkeypatch.setattr(up, "plan", lambda source, environ: SimpleNamespace(config=config))
+    monkeypatch.setattr(up, "run_cluster", ran)
+    result = run("up", str(tmp_path / "cluster.yaml"), "--detach")
+    assert (result.exit_code, result.stdout) == (status, told)

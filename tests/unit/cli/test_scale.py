@@ -13,6 +13,7 @@ from splitserve.orchestrator.agent.status_file import NodeStatus, write_status
 from splitserve.orchestrator.cli import running_nodes
 from splitserve.orchestrator.cli.main import main
 from splitserve.orchestrator.cli.router_client import RouterClient
+from splitserve.orchestrator.cli.scale import Scaling
 from splitserve.orchestrator.config import dump_resolved, load_resolved, nodes, parse
 from splitserve.orchestrator.config.scaling import scaled
 from splitserve.orchestrator.launch.files import (
@@ -194,11 +195,15 @@ def test_a_pool_shrinks_by_its_highest_nodes(cluster: FakeCluster) -> None:
 
 def test_the_last_decode_node_stays(cluster: FakeCluster) -> None:
     """Whatever pool it is of: nothing is drained."""
-    for name in ("decode-0", "decode-1"):
-        cluster.nodes[name]["role"] = "prefill"
+    cluster.nodes["decode-0"]["role"] = "prefill"
     refused = run("decode", "1")
     assert refused.exit_code == 2
-    assert "decode-2 would go, and no other; add --force" in refused.stderr
+    assert (
+        "decode-1 and decode-2 are the last decode nodes: without them no request is answered "
+        "(decode-0 prefills now); add --force"
+    ) in refused.stderr
+    cluster.nodes["decode-1"]["role"] = "prefill"
+    assert "decode-2 is the last decode node: without it" in run("decode", "1").stderr
     assert not cluster.done
     assert run("decode", "1", "--force").exit_code == 0
 
@@ -217,6 +222,8 @@ def test_the_last_decode_node_stays(cluster: FakeCluster) -> None:
         (("prefill", "2", "--cpus", "x"), "'x' is no list of numbers such as 0-3,6"),
         (("prefill", "60"), "prefill-50 HTTP (prefill.port_base); move one of them"),
         (("prefill", "1000000000"), "a pool of more than 1000 nodes"),
+        (("decode", "-1"), "NODES must be at least 1"),
+        (("decode", "2", "--cpu", "1"), "No such option '--cpu'"),
         (("both", "2"), "'both' is not one of 'prefill', 'decode'"),
     ],
 )
@@ -273,3 +280,73 @@ def test_a_new_node_that_fails_is_told(cluster: FakeCluster) -> None:
     assert result.exit_code == 1
     assert "decode-3 does not come up" in result.stderr
     assert "`splitserve scale decode 3` removes it" in result.stderr
+
+
+def test_nodes_that_do_not_run_are_told_with_the_size(cluster: FakeCluster) -> None:
+    """A pool may have its number and be smaller all the same: how they come back is said."""
+    cluster.write("decode-1", "left")
+    one = run("decode", "3")
+    assert one.exit_code == 0
+    assert one.stdout == (
+        "test has 3 decode nodes already, but decode-1 has left: `splitserve restart decode-1` "
+        "brings it back\n"
+    )
+    cluster.write("decode-2", "failed")
+    assert (
+        "decode-1 has left, decode-2 has failed: `splitserve restart --rolling decode-1 decode-2"
+        in (run("decode", "3").stdout)
+    )
+
+
+def interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Ctrl-C comes there."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scaling, verb, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("verb", "size", "told"),
+    [
+        ("nodes", "1", "nothing has been changed"),
+        (
+            "wait_until_left",
+            "1",
+            "still leaving: decode-2, decode-1; `splitserve scale decode 1` finishes it, "
+            "`splitserve restart NODE` brings back one that has left",
+        ),
+        (
+            "wait_for_new",
+            "5",
+            "still loading: decode-3, decode-4; `splitserve status test` shows how far, "
+            "`splitserve scale decode 3` takes away what is new",
+        ),
+    ],
+)
+def test_interrupted_it_says_what_goes_on(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, verb: str, size: str, told: str
+) -> None:
+    """And what to do, with exit status 130."""
+    interrupt_while_waiting(monkeypatch, verb)
+    result = run("decode", size)
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1] == f"interrupted; {told}"
+    assert "Aborted" not in result.output
+
+
+def test_a_cluster_that_is_stopped_meanwhile_is_told(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `down` has taken away is not missed in other words."""
+
+    def stopped(router: FakeRouter) -> dict[str, dict[str, Any]]:
+        cluster.files.remove_record()
+        monkeypatch.setattr(running_nodes, "is_alive", lambda files, record: False)
+        return RouterClient(cluster.files, record()).nodes()
+
+    monkeypatch.setattr(FakeRouter, "nodes", stopped)
+    result = run("decode", "1")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "error: test has been stopped meanwhile"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
 from splitserve.orchestrator.config import ConfigError, parse
+from splitserve.orchestrator.launch.files import ClusterFiles, RunningClusterError
 from splitserve.orchestrator.launch.plan import plan, shown_commands, shown_config, shown_env
 
 if TYPE_CHECKING:
@@ -89,3 +91,20 @@ def test_names_that_tell_are_hidden() -> None:
         "my_password": "(hidden)",
         "OMP_NUM_THREADS": "2",
     }
+
+
+def test_a_cluster_that_runs_is_no_stranger_on_its_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own router's port in use is told as what it is, alone; a stranger's as before."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = tmp_path / "cluster.yaml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path.write_text(TEXT.replace("port: 0", f"port: {taken.getsockname()[1]}"))
+        with pytest.raises(ConfigError, match=r"router\.port: port \d+"):
+            plan(str(path), {})
+        with ClusterFiles("default").lock(), pytest.raises(RunningClusterError) as refused:
+            plan(str(path), {})
+    assert str(refused.value).startswith("a cluster named 'default' is running already; stop it")
