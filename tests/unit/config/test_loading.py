@@ -43,6 +43,13 @@ def test_every_built_in_configuration_loads(name: str, tmp_path: Path) -> None:
     assert load_resolved(path) == config
 
 
+def test_the_example_of_a_cache_shows_what_it_saves() -> None:
+    """Engines say how many tokens of a prompt were cached, in both pools alike."""
+    config = load("quickstart-cache")
+    for pool in (config.prefill, config.decode):
+        assert pool.engine_args.passed_on["enable_prompt_tokens_details"] is True
+
+
 def test_only_the_model_is_required() -> None:
     """A file with a model (and, for vLLM on CPU, the CPUs) is complete."""
     config = parse(MINIMAL)
