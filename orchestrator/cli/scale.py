@@ -98,7 +98,9 @@ def scale(
         scaling.check_phase()
         found = scaling.planned(pool, nodes, cpus, gpus)
         if not (found.new or found.gone):
-            click.echo(f"{scaling.record.name} has {nodes} {pool} nodes already")
+            click.echo(
+                f"{scaling.record.name} has {nodes} {pool} node{'' if nodes == 1 else 's'} already"
+            )
             return
         if found.warning:
             click.echo(f"note: {found.warning}", err=True)
