@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from splitserve.orchestrator.tuner.recommendation import NEXT_TO_NOTHING, SERVED, interval, percent
+from splitserve.orchestrator.tuner.recommendation import SERVED, interval, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,10 +83,11 @@ def advice_lines(tuned: Tuned) -> Iterator[str]:
 
 def beyond_text(tuned: Tuned) -> str:
     """Why no split is recommended, and what would change that."""
+    most = max(trial.share_good for trial in shown_trials(tuned))
     nodes = f"{tuned.wish.nodes} nodes" if tuned.wish.nodes > 1 else "one node"
     return (
-        f"this load is beyond {nodes} with these targets, however they are split; at most "
-        f"{NEXT_TO_NOTHING:.0%} of the requests are good. Lower --rate, add nodes (--nodes N tries "
+        f"this load is beyond {nodes} with these targets, however they are split; at best "
+        f"{100 * most:.2g} % of the requests are good. Lower --rate, add nodes (--nodes N tries "
         "it), or loosen --ttft-ms and --itl-ms"
     )
 
