@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     Command = Callable[..., None]
 
 NO_BOUND = "none"
+_NEGATIVE = re.compile(r"-\s*[0-9.]")
 
 _cluster = click.option("--cluster", help="The cluster's name (default: the only one that runs).")
 _json = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
@@ -45,6 +47,10 @@ _PROMPT_OPTIONS = (
     click.option("--salt", "cache_salt", default="", help="The `cache_salt` of its requests."),
     click.option("--adapter", default="", help="The adapter (LoRA) of its requests."),
 )
+TOKEN_IDS = 2**32
+"""All ids are below."""
+SHOWN_CHARACTERS = 60
+"""Of an entry that is no token id."""
 _OF_A_CHAT = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")
 """Fields of a chat request on which its tokens depend."""
 
@@ -82,6 +88,12 @@ def lookup(cluster: str | None, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps(found, indent=1))
         return
     click.echo(f"{found['cached_tokens']} of {found['tokens']} tokens are cached")
+    longest = found["max_model_len"]
+    if longest is not None and found["tokens"] >= longest:
+        click.echo(
+            f"  no engine serves this prompt: prompt and answer may have {longest} tokens together "
+            "(max_model_len)"
+        )
     for name, tokens in found["tiers"].items():
         silent = " (does not answer)" if name in found["silent_tiers"] else ""
         click.echo(f"  {name}: {tokens}{silent}")
@@ -149,7 +161,18 @@ def clear(
     _tell_done("removed", _router(cluster).cache("clear", body), as_json=as_json)
 
 
-@cache.command()
+class _Quota(click.Command):
+    """A size below nothing is told as no size, rather than as an option that is not known."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raise ``RefusedError`` for an argument like ``-2 GB``."""
+        for text in args:
+            if _NEGATIVE.match(text):
+                _bytes(text)
+        return super().parse_args(ctx, args)
+
+
+@cache.command(cls=_Quota)
 @click.argument("tenant", required=False)
 @click.argument("tier", required=False)
 @click.argument("limit", required=False)
@@ -215,7 +238,7 @@ def _chunks(options: dict[str, Any]) -> dict[str, Any]:
     elif texts["prompt"] is not None:
         body["prompt"] = texts["prompt"]
     elif texts["tokens_file"] is not None:
-        body["tokens"] = _list_in(_json_in(texts["tokens_file"]), "--tokens", "token ids")
+        body["tokens"] = _token_ids(_json_in(texts["tokens_file"]))
     else:
         body |= _chat_of(_json_in(texts["messages_file"]))
     return body
@@ -226,6 +249,16 @@ def _chat_of(value: Any) -> dict[str, Any]:
     chat = value if isinstance(value, dict) else {"messages": value}
     _list_in(chat.get("messages"), "--messages", "messages, or a chat request")
     return {name: chat[name] for name in _OF_A_CHAT if chat.get(name) is not None}
+
+
+def _token_ids(value: Any) -> Any:
+    for place, entry in enumerate(_list_in(value, "--tokens", "token ids")):
+        if type(entry) is not int or not 0 <= entry < TOKEN_IDS:
+            raise RefusedError(
+                f"--tokens: entry {place} of the list is no token id: "
+                f"{json.dumps(entry)[:SHOWN_CHARACTERS]}; give whole numbers, as in [1, 529, 30]"
+            )
+    return value
 
 
 def _list_in(value: Any, option: str, what: str) -> Any:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from splitserve.kv_transfer.cache.codecs.names import CODED
@@ -25,6 +34,8 @@ from splitserve.orchestrator.launch.quality_record import (
 if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig
 
+LINES = 10
+"""Most lines of progress where there is no terminal."""
 DEFAULT_TOKENS = 4096
 DEFAULT_CHUNK_TOKENS = 256
 
@@ -145,13 +156,57 @@ def _measure(
         tokens = section.tokens if section is not None else DEFAULT_TOKENS
     compute = section.compute if section is not None else "float32"
     try:
+        click.echo(f"loading {config.model.name} in {compute}", err=True)
         meter = QualityMeter(model_of(config), KvKind(chunk_tokens, number), compute=compute)
         coders = {name: codec_coder(name) for name in names}
         if has_controls:
             coders |= controls(meter.rope_theta)
-        return Measured(tuple(meter.measure(text, coders, tokens=tokens)))
+        click.echo(
+            f"measuring {', '.join(coders)} on at most {tokens:,} tokens of the text; this may "
+            "take minutes (--tokens, --codec: fewer are faster)",
+            err=True,
+        )
+        with _Steps() as steps:
+            found = meter.measure(text, coders, tokens=tokens, on_step=steps.told)
+        return Measured(tuple(found))
     except QualityError as error:
         raise RefusedError(str(error)) from error
+
+
+class _Steps:
+    """Tells how far a measurement is: a bar on a terminal, else lines, ten at most."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._is_terminal = console.is_terminal
+        self._bar = Progress(
+            TextColumn("measuring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("measuring", total=None)
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> _Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def told(self, done: int, steps: int) -> None:
+        """So many of all steps are done."""
+        self._bar.update(self._task, completed=done, total=steps)
+        is_due = done * LINES // steps > (done - 1) * LINES // steps
+        if self._is_terminal or not done or not is_due:
+            return
+        took_s = time.monotonic() - self._started_s
+        left_s = took_s / done * (steps - done)
+        click.echo(f"{done} of {steps} steps in {took_s:.0f} s, {left_s:.0f} s to go", err=True)
 
 
 def show(measured: Measured, limit: float | None) -> None:

@@ -26,6 +26,10 @@ EXIT_DIFFERS = 4
 """An audit has found something that differs."""
 
 
+STARTING = ("up", "quickstart", "node", "router", "cache-server", "scale")
+"""Commands that start something, so that a refusal says that they did not."""
+
+
 class RefusedError(Exception):
     """What was asked for is not done; the message says why and what to do."""
 
@@ -38,7 +42,7 @@ class TellingGroup(click.Group):
         try:
             result: object = super().invoke(ctx)
         except (ConfigError, RunningClusterError, ModelError, RefusedError) as error:
-            _tell(_lines_of(error))
+            _tell(_lines_of(error, ctx.invoked_subcommand))
             raise click.exceptions.Exit(EXIT_REFUSED) from error
         except StartError as error:
             _tell(iter([f"error: {error}", *(f"  | {line}" for line in error.details)]))
@@ -53,11 +57,12 @@ class TellingGroup(click.Group):
         return result
 
 
-def _lines_of(error: Exception) -> Iterator[str]:
+def _lines_of(error: Exception, command: str | None) -> Iterator[str]:
     if not isinstance(error, ConfigError):
         yield f"error: {error}"
         return
-    yield f"error: {error.source or 'this configuration'} cannot be used; nothing was started:"
+    rest = "; nothing was started" if command in STARTING else ""
+    yield f"error: {error.source or 'this configuration'} cannot be used{rest}:"
     for problem in error.problems:
         yield f"  - {problem}"
 

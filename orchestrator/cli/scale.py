@@ -112,7 +112,8 @@ def scale(
         found = scaling.planned(pool, nodes, cpus, gpus)
         if not (found.new or found.gone):
             click.echo(
-                f"{scaling.record.name} has {nodes} {pool} nodes already{scaling.hint(pool)}"
+                f"{scaling.record.name} has {nodes} {pool} node{'' if nodes == 1 else 's'} already"
+                f"{scaling.hint(pool)}"
             )
             return
         if found.warning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,22 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.profile_choice import chosen_profile, profile_at
+from splitserve.orchestrator.cli.tune_changes import running_nodes
 from splitserve.orchestrator.cli.workload_options import workload_of, workload_options
+from splitserve.orchestrator.config import load as load_config
 from splitserve.orchestrator.core.limits import CoreLimits
-from splitserve.orchestrator.core.placement import PlacementLimits
+from splitserve.orchestrator.router.app import limits_of
 from splitserve.orchestrator.tuner.outcome import Targets
-from splitserve.orchestrator.tuner.profile import ProfileError, parse_profile
 from splitserve.orchestrator.tuner.simulator import SimulationSettings, run_fixed
-from splitserve.orchestrator.tuner.workload import Mix, WorkloadError, drawn_requests, rate_of
+from splitserve.orchestrator.tuner.workload import (
+    Mix,
+    WorkloadError,
+    cut_note,
+    drawn_requests,
+    fitting,
+    rate_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,26 +44,34 @@ PERCENTS = (50, 90, 99)
 
 
 @click.command("simulate")
-@click.argument("profile", type=click.Path(path_type=Path))
+@click.argument("cluster", required=False)
 @workload_options
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    help="What `splitserve profile` measured; default: the cluster's last one.",
+)
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many; 2000 without a trace.")
 @click.option(
     "--prefill",
-    required=True,
     type=click.IntRange(0, NODES_LIMIT),
-    help="Prefill nodes; 0: every node computes its own prompts.",
+    help="Prefill nodes; 0: every node computes its own prompts; default: as many as the cluster "
+    "has.",
 )
-@click.option("--decode", required=True, type=click.IntRange(1, NODES_LIMIT), help="Decode nodes.")
+@click.option(
+    "--decode",
+    type=click.IntRange(1, NODES_LIMIT),
+    help="Decode nodes; default: as many as the cluster has.",
+)
 @click.option("--ttft-ms", type=click.FloatRange(0, min_open=True), help="Target of a first token.")
 @click.option(
     "--itl-ms", type=click.FloatRange(0, min_open=True), help="Target of an answer's mean gap."
 )
 @click.option(
     "--threshold-tokens",
-    default=0,
-    show_default=True,
     type=click.IntRange(min=0),
-    help="Split only prompts of which so many tokens have to be computed.",
+    help="Split only prompts of which so many tokens have to be computed; default: the cluster's.",
 )
 @click.option(
     "--noise",
@@ -66,34 +83,44 @@ PERCENTS = (50, 90, 99)
 @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def simulate_command(
-    profile: Path,
+    cluster: str | None,
     trace: Path | None,
     isl: str | None,
     osl: str | None,
     rate: float | None,
     block_tokens: int,
+    profile_path: Path | None,
     requests: int | None,
-    prefill: int,
-    decode: int,
+    prefill: int | None,
+    decode: int | None,
     ttft_ms: float | None,
     itl_ms: float | None,
-    threshold_tokens: int,
+    threshold_tokens: int | None,
     noise: float,
     seed: int,
     as_json: bool,
 ) -> None:
-    """Run a load through a cluster in virtual time, with the real router and the times of PROFILE,
-    a file that `splitserve profile` wrote.
+    """Run a load through a cluster in virtual time, with the real router and the times that
+    `splitserve profile` measured.
+
+    CLUSTER is a YAML file or a built-in name. Without it, name --profile, --prefill and --decode.
 
     \b
-    splitserve simulate profile.json --isl 2000:0.8 --osl 300 --rate 4 --prefill 1 --decode 3
-    splitserve simulate profile.json --trace chats.jsonl --prefill 2 --decode 2 --ttft-ms 2000
+    splitserve simulate mine.yaml --isl 2000:0.8 --osl 300 --rate 4
+    splitserve simulate mine.yaml --trace chats.jsonl --prefill 2 --decode 2 --ttft-ms 2000
     """
-    measured = _profile(profile)
+    measured, limits, runs = _simulated(cluster, profile_path)
+    prefill = runs[0] if prefill is None else prefill
+    decode = runs[1] if decode is None else decode
+    if prefill is None or decode is None:
+        raise RefusedError("without CLUSTER the numbers of nodes are needed: --prefill, --decode")
+    if threshold_tokens is not None:
+        placement = replace(limits.placement, min_uncached_tokens=threshold_tokens)
+        limits = replace(limits, placement=placement)
     source = workload_of(trace, isl, osl, rate, block_tokens)
     load = _requests(source, requests, seed, measured.limits.max_model_len)
     settings = SimulationSettings(
-        CoreLimits(placement=PlacementLimits(min_uncached_tokens=threshold_tokens)),
+        limits,
         trace_block_tokens=block_tokens,
         noise=noise,
     )
@@ -108,11 +135,21 @@ def simulate_command(
         _show(found, prefill, decode)
 
 
-def _profile(path: Path) -> Profile:
-    try:
-        return parse_profile(path.read_bytes(), str(path))
-    except ProfileError as error:
-        raise RefusedError(str(error)) from error
+def _simulated(
+    cluster: str | None, profile_path: Path | None
+) -> tuple[Profile, CoreLimits, tuple[int | None, int | None]]:
+    """(profile, limits of the router, numbers of prefill and decode nodes) of that cluster; limits
+    are the default ones, and numbers unknown, without one. Raises ``RefusedError``.
+    """
+    if cluster is None:
+        if profile_path is None:
+            raise RefusedError("name a cluster (a YAML file or a built-in name), or --profile FILE")
+        return profile_at(profile_path), CoreLimits(), (None, None)
+    if cluster.endswith(".json") and Path(cluster).is_file():
+        raise RefusedError(f"{cluster} is no cluster YAML; a profile is given with --profile")
+    config = load_config(cluster)
+    profile = chosen_profile(profile_path, config, running_nodes(config))
+    return profile, limits_of(config), (config.prefill.replicas, config.decode.replicas)
 
 
 def _requests(
@@ -121,10 +158,20 @@ def _requests(
     """The load, from time 0 on."""
     if isinstance(source, Mix):
         try:
-            return drawn_requests(source, count or 2000, seed, most_tokens)
+            drawn = drawn_requests(source, count or 2000, seed, most_tokens)
         except WorkloadError as error:
-            raise RefusedError(f"--requests: {error}") from error
-    return source[:count]
+            raise RefusedError(str(error)) from error
+        if cut := cut_note(source, most_tokens, seed):
+            click.echo(f"warning: {cut}", err=True)
+        return drawn
+    taken = source[:count]
+    if refused := len(taken) - len(fitting(taken, most_tokens)):
+        click.echo(
+            f"warning: engines refuse {refused:,} of the {len(taken):,} requests: empty, or longer "
+            f"than {most_tokens:,} tokens with their answer (max_model_len)",
+            err=True,
+        )
+    return taken
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -13,32 +13,27 @@ from rich.console import Console
 from rich.progress import Progress
 
 from splitserve.orchestrator.cli.errors import RefusedError
+from splitserve.orchestrator.cli.profile_choice import Nodes, chosen_profile
 from splitserve.orchestrator.cli.tune_changes import apply_split, running_nodes, write_split
 from splitserve.orchestrator.cli.tune_picture import picture_of
-from splitserve.orchestrator.cli.tune_report import json_of, show
+from splitserve.orchestrator.cli.tune_report import beyond_text, json_of, show
 from splitserve.orchestrator.cli.workload_options import workload_of, workload_options
 from splitserve.orchestrator.config import load
 from splitserve.orchestrator.launch.base import StartError
-from splitserve.orchestrator.launch.files import ClusterFiles
 from splitserve.orchestrator.router.app import limits_of
 from splitserve.orchestrator.tuner.evaluation import EvaluationError, cores
-from splitserve.orchestrator.tuner.matching import foreign_hardware, foreign_node, mismatch
 from splitserve.orchestrator.tuner.outcome import Targets
-from splitserve.orchestrator.tuner.profile import Profile, ProfileError, parse_profile
 from splitserve.orchestrator.tuner.trial import Split
 from splitserve.orchestrator.tuner.tuning import Tuned, TuningError, Wish, tune
 from splitserve.orchestrator.tuner.workload import WorkloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
     from splitserve.orchestrator.config import ClusterConfig
     from splitserve.orchestrator.traces import TraceRequest
+    from splitserve.orchestrator.tuner.profile import Profile
     from splitserve.orchestrator.tuner.workload import Mix
-
-    Nodes = Mapping[str, Mapping[str, Any]]
-    """The router's status of each node, by name."""
 
 NODES_LIMIT = 10_000
 
@@ -105,7 +100,7 @@ def tune_command(
     config = load(cluster)
     targets = _targets(ttft_ms, itl_ms)
     running = running_nodes(config)
-    profile = _profile(profile_path, config, running)
+    profile = chosen_profile(profile_path, config, running)
     source = workload_of(trace, isl, osl, rate, block_tokens)
     wish = _wish(config, running, targets, nodes, threshold)
     wish = replace(wish, block_tokens=block_tokens, seed=seed)
@@ -119,6 +114,9 @@ def tune_command(
         show(tuned, name)
     if out is not None:
         click.echo(f"the charts are in {out}", err=True)
+    if (writes or applies) and tuned.recommendation.is_beyond:
+        option = "--write" if writes else "--apply"
+        raise RefusedError(f"{option}: nothing is changed: {beyond_text(tuned)}")
     if writes:
         write_split(cluster, config, tuned.recommendation.split)
     if applies:
@@ -134,29 +132,6 @@ def _targets(ttft_ms: float | None, itl_ms: float | None) -> Targets:
     return Targets(
         None if ttft_ms is None else ttft_ms / 1000, None if itl_ms is None else itl_ms / 1000
     )
-
-
-def _profile(path: Path | None, config: ClusterConfig, running: Nodes) -> Profile:
-    """The profile at ``path``, or the cluster's own. Raises ``RefusedError`` when it is of another
-    cluster than that YAML, or those running nodes.
-    """
-    own = ClusterFiles(config.name).profile_path
-    if path is None and not own.is_file():
-        raise RefusedError(
-            f"there is no profile of {config.name} ({own}); measure one on the running cluster "
-            f"with `splitserve profile {config.name}`, or give --profile FILE"
-        )
-    chosen = path or own
-    try:
-        profile = parse_profile(chosen.read_bytes(), str(chosen))
-    except ProfileError as error:
-        raise RefusedError(str(error)) from error
-    wrong = mismatch(profile, config) or foreign_node(profile, running)
-    if wrong:
-        raise RefusedError(f"{chosen} is not a profile of {config.name}: {wrong}")
-    if hardware := foreign_hardware(profile, running):
-        click.echo(f"warning: {chosen} was {hardware}; measure again to be sure", err=True)
-    return profile
 
 
 def _wish(

@@ -130,8 +130,9 @@ def _ratio_axis(tuned: Tuned) -> charts.Axis:
 
 
 def _marks(tuned: Tuned) -> tuple[tuple[str, float], ...]:
-    chosen, current = tuned.recommendation.split, tuned.wish.current
-    marks = [("recommended", float(chosen.prefill))]
-    if current is not None and current.prefill != chosen.prefill:
+    advice, current = tuned.recommendation, tuned.wish.current
+    chosen = None if advice.is_beyond else advice.split.prefill
+    marks = [] if chosen is None else [("recommended", float(chosen))]
+    if current is not None and current.prefill != chosen:
         marks.append(("runs now", float(current.prefill)))
     return tuple(marks)

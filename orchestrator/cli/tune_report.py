@@ -66,6 +66,9 @@ def advice_lines(tuned: Tuned) -> Iterator[str]:
             f"TTFT is {seconds(advice.least_ttft.seconds)}, with {advice.least_ttft.split}; of the "
             f"ITL {seconds(advice.least_itl.seconds)}, with {advice.least_itl.split}."
         )
+    if advice.is_beyond:
+        yield f"Nothing is recommended: {beyond_text(tuned)}."
+        return
     yield (
         f"Recommended: {said(advice.split)}. {trial.goodput:.3g} good requests/s, "
         f"{trial.share_good:.1%} of all. Why: {advice.because}."
@@ -76,6 +79,17 @@ def advice_lines(tuned: Tuned) -> Iterator[str]:
         yield f"Against not disaggregating, {_gain_text(advice.over_aggregated)}."
     if advice.split.is_aggregated and advice.aggregated_gain is not None:
         yield f"Against the best split, {_gain_text(advice.aggregated_gain)}."
+
+
+def beyond_text(tuned: Tuned) -> str:
+    """Why no split is recommended, and what would change that."""
+    most = max(trial.share_good for trial in shown_trials(tuned))
+    nodes = f"{tuned.wish.nodes} nodes" if tuned.wish.nodes > 1 else "one node"
+    return (
+        f"this load is beyond {nodes} with these targets, however they are split; at best "
+        f"{100 * most:.2g} % of the requests are good. Lower --rate, add nodes (--nodes N tries "
+        "it), or loosen --ttft-ms and --itl-ms"
+    )
 
 
 def said(split: Split) -> str:
@@ -101,6 +115,7 @@ def _gain_text(gain: Gain) -> str:
 
 def _table(tuned: Tuned) -> Table:
     advice, current = tuned.recommendation, tuned.wish.current
+    chosen = None if advice.is_beyond else advice.split
     table = Table(
         box=box.SIMPLE_HEAD,
         caption="P:D prefill and decode nodes; -> recommended; * runs now",
@@ -111,7 +126,7 @@ def _table(tuned: Tuned) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("busy\nP / D", justify="right", no_wrap=True)
     for trial in shown_trials(tuned):
-        mark = "-> " if trial.split == advice.split else "* " if trial.split == current else ""
+        mark = "-> " if trial.split == chosen else "* " if trial.split == current else ""
         table.add_row(
             f"{mark}{trial.split}",
             f"{trial.goodput:.3g}",
@@ -119,7 +134,7 @@ def _table(tuned: Tuned) -> Table:
             " / ".join(_figure(value) for value in trial.ttft),
             " / ".join(_figure(1000 * value) for value in trial.itl),
             f"{_share(trial.busy_prefill)} / {_share(trial.busy_decode)}",
-            style="bold" if trial.split == advice.split else None,
+            style="bold" if trial.split == chosen else None,
         )
     return table
 
@@ -155,13 +170,13 @@ def json_of(tuned: Tuned) -> dict[str, Any]:
         "requests": tuned.requests,
         "rate_per_s": _number(tuned.rate_per_s),
         "notes": list(tuned.notes),
-        "recommended": _split_json(advice.split),
-        "because": advice.because,
+        "recommended": None if advice.is_beyond else _split_json(advice.split),
+        "because": beyond_text(tuned) if advice.is_beyond else advice.because,
         "targets_met": advice.are_targets_met,
-        "goodput_per_s": _number(advice.trial.goodput),
+        "goodput_per_s": None if advice.is_beyond else _number(advice.trial.goodput),
         "current": None if wish.current is None else _split_json(wish.current),
-        "gain_over_current": _gain_json(advice.over_current),
-        "gain_over_aggregated": _gain_json(advice.over_aggregated),
+        "gain_over_current": _gain_json(None if advice.is_beyond else advice.over_current),
+        "gain_over_aggregated": _gain_json(None if advice.is_beyond else advice.over_aggregated),
         "aggregated_over_best_split": _gain_json(advice.aggregated_gain),
         "least_ttft_p90": {
             "seconds": _number(advice.least_ttft.seconds),

@@ -98,7 +98,8 @@ def _router_problems(config: ClusterConfig) -> list[str]:
         return problems
     if len(router.hosts) != router.replicas:
         problems.append(
-            f"router.hosts: {len(router.hosts)} hosts for {router.replicas} replicas; give one per "
+            f"router.hosts: {_counted(len(router.hosts), 'host')} for "
+            f"{_counted(router.replicas, 'replica')}; give one per "
             "replica"
         )
     plain = type(router)()
@@ -109,6 +110,10 @@ def _router_problems(config: ClusterConfig) -> list[str]:
                 "one of them out"
             )
     return problems
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def is_loopback(host: str) -> bool:
@@ -172,7 +177,8 @@ def _pool_problems(pool: str, settings: PoolConfig, config: ClusterConfig) -> li
             continue
         if len(lists) != settings.replicas:
             problems.append(
-                f"{pool}.{key}: {len(lists)} lists for {settings.replicas} replicas; give one "
+                f"{pool}.{key}: {_counted(len(lists), 'list')} for "
+                f"{_counted(settings.replicas, 'replica')}; give one "
                 "list per replica"
             )
         for index, numbers in enumerate(lists):
@@ -258,7 +264,8 @@ def _host_problems(pool: str, settings: PoolConfig) -> list[str]:
     problems = []
     if len(settings.hosts) != settings.replicas:
         problems.append(
-            f"{pool}.hosts: {len(settings.hosts)} hosts for {settings.replicas} replicas; give one "
+            f"{pool}.hosts: {_counted(len(settings.hosts), 'host')} for "
+            f"{_counted(settings.replicas, 'replica')}; give one "
             "per replica"
         )
     plain = type(settings)()

@@ -23,6 +23,10 @@ from splitserve.orchestrator.config.fields import HOLDS_SECRET
 from splitserve.orchestrator.config.schema import ClusterConfig
 
 _MAX_FILE_BYTES = 2**20
+_LIKE_A_KEY = 0.7
+"""How similar a word is to a key of ours that it may be meant for; ``modle`` has 0.8."""
+_QUOTED_WORDS = re.compile(r" '[^'<\\]{2,}'")
+"""Words of the file in a parser's message; signs, escapes and tokens (``'<scalar>'``) stay."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -76,14 +80,13 @@ def _validated(text: str, source: str) -> ClusterConfig:
     """Each value fits its key; what keys must agree on is not looked at."""
     try:
         tree = yaml.compose(text, Loader=_Loader)
+        _refuse_foreign(tree, source)
         _refuse_odd_keys(tree, source)
         data = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError([f"not readable as YAML: {_place_of(error)}"], source) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], source) from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            ["expected a mapping with at least `model:`; see docs/configuration.md"], source
-        )
     try:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
@@ -122,12 +125,42 @@ def _read(path_or_name: str) -> tuple[str, str]:
     if path_or_name in names:
         resource = resources.files("splitserve.configs") / f"{path_or_name}.yaml"
         return resource.read_text(), f"{path_or_name} (built in)"
+    if path.exists():
+        kind = "a folder" if path.is_dir() else "no plain file"
+        raise ConfigError([f"this is {kind}; give the path of a cluster YAML"], str(path))
     close = difflib.get_close_matches(path_or_name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "; give a YAML's path, or one of these"
     raise ConfigError(
         [f"no such file, and no built-in configuration of that name ({', '.join(names)}){hint}"],
         path_or_name,
     )
+
+
+def _refuse_foreign(tree: yaml.Node | None, source: str) -> None:
+    """Raise for a file that is something else altogether. Nothing of it is shown: it may be one
+    that holds secrets.
+    """
+    known = list(ClusterConfig.model_fields)
+    keys = tree.value if isinstance(tree, yaml.MappingNode) else []
+    words = [str(key.value) for key, _ in keys if isinstance(key, yaml.ScalarNode)]
+    if any(difflib.get_close_matches(word, known, 1, _LIKE_A_KEY) for word in words):
+        return
+    raise ConfigError(
+        ["this is no cluster YAML, a mapping with at least `model:`; see docs/configuration.md"],
+        source,
+    )
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    """What is wrong with the text and where, without the text itself."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
+        mark = error.problem_mark or error.context_mark
+        problem = _QUOTED_WORDS.sub("", error.problem)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        return f"{where}{problem}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason} (character {error.position + 1})"
+    return "its form is wrong"
 
 
 def _refuse_odd_keys(tree: yaml.Node | None, source: str) -> None:

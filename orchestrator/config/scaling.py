@@ -100,7 +100,8 @@ def _problems(
             )
         elif given and given != max(0, more):
             problems.append(
-                f"--{key}: {given} lists for {max(0, more)} new nodes; give one for each"
+                f"--{key}: {given} list{'' if given == 1 else 's'} for {max(0, more)} new "
+                f"node{'' if more == 1 else 's'}; give one for each"
             )
     if more > 0 and settings.gpus is not None and not gpus:
         problems.append(f"{pool}.gpus gives each node its own; give --gpus once for each new node")

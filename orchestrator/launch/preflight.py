@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from splitserve.orchestrator.config import ClusterConfig
 
 
+_KEYS = "engine_args"
+"""Told first: where a key is misspelt, what else is wrong may come of that."""
+
+
 def findings(subject: Subject, *, measures: bool = False) -> Iterator[tuple[Finding, float]]:
     """What each check found and the seconds that it took, in the order of the table; those that
     measure only if asked for.
@@ -48,6 +52,8 @@ def preflight(config: ClusterConfig, environ: Mapping[str, str] | None = None) -
 
 def check(subject: Subject) -> None:
     """The same, of what runs here."""
-    problems = [problem for finding, _ in findings(subject) for problem in finding.failures]
+    found = [finding for finding, _ in findings(subject)]
+    found.sort(key=lambda finding: finding.check != _KEYS)
+    problems = [problem for finding in found for problem in finding.failures]
     if problems:
         raise ConfigError(problems)

@@ -118,7 +118,9 @@ class CacheApi:
         wish = LookupWish(keys=keys, limit_s=body.timeout_s)
         limit_s = body.timeout_s + ANSWER_MARGIN_S
         found = await self._control.ask("lookup", wish, LookedUp, limit_s)
-        return bodies.shown_lookup(found, tokens, self._chunk_tokens)
+        members = self._driver.core.membership.nodes.values()
+        longest = min((node.description.max_model_len for node in members), default=None)
+        return bodies.shown_lookup(found, tokens, self._chunk_tokens, longest)
 
     def _changing(self, verb: str) -> Verb:
         async def change(raw: bytes) -> dict[str, Any]:

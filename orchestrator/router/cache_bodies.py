@@ -112,10 +112,15 @@ def shown_tenants(found: tuple[TenantStat, ...], tenants: Tenants) -> list[dict[
     return shown
 
 
-def shown_lookup(found: LookedUp, tokens: int, chunk_tokens: int) -> dict[str, Any]:
-    """The answer of ``lookup`` for a prompt of so many tokens."""
+def shown_lookup(
+    found: LookedUp, tokens: int, chunk_tokens: int, max_model_len: int | None
+) -> dict[str, Any]:
+    """The answer of ``lookup`` for a prompt of so many tokens; ``max_model_len`` is the engines'
+    least, None while no node takes part.
+    """
     return {
         "tokens": tokens,
+        "max_model_len": max_model_len,
         "chunk_tokens": chunk_tokens,
         "chunks": tokens // chunk_tokens,
         "cached_tokens": found.chunks * chunk_tokens,

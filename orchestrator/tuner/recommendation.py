@@ -32,6 +32,10 @@ UNSURE = 0.04
 """A gain up to this share does not count when the interval includes none, or next to none."""
 SERVED = 0.9
 """Targets are met when this share of the requests is good."""
+NEXT_TO_NOTHING = 0.05
+"""With at most this share of good requests at every split the load is beyond the nodes: splits then
+differ only in which few requests came early enough.
+"""
 LARGE = 3.0
 """A gain from which it is told as a factor."""
 DRAWS = 200
@@ -76,6 +80,10 @@ class Recommendation:
     aggregated_gain: Gain | None
     """Of not disaggregating, over that one."""
     are_targets_met: bool
+    is_beyond: bool
+    """Whether no split serves more than ``NEXT_TO_NOTHING``. ``split`` is then only the one that
+    comes nearest, and nothing to change a cluster for.
+    """
     least_ttft: Reachable
     least_itl: Reachable
 
@@ -86,6 +94,8 @@ def recommend(findings: Findings, current: Split | None, seed: int = 0) -> Recom
     aggregated = next(split for split in finalists if split.is_aggregated)
     chosen, because = _chosen(finalists, current, aggregated, seed)
     splits = [split for split in finalists if not split.is_aggregated]
+    tried = [*findings.ratios, *(trials[0] for trials in finalists.values())]
+    most = max(trial.share_good for trial in tried)
     best_split = max(splits, key=lambda split: score(finalists[split]), default=None)
 
     def gain(split: Split | None, over: Split | None) -> Gain | None:
@@ -102,6 +112,7 @@ def recommend(findings: Findings, current: Split | None, seed: int = 0) -> Recom
         best_split=best_split,
         aggregated_gain=gain(aggregated, best_split),
         are_targets_met=finalists[chosen][0].share_good >= SERVED,
+        is_beyond=most <= NEXT_TO_NOTHING,
         least_ttft=_least([(trial.ttft.p90, trial.split) for trial in findings.ratios]),
         least_itl=_least([(trial.itl.p90, trial.split) for trial in findings.ratios]),
     )
@@ -181,7 +192,19 @@ def _chosen(
     if len(same) > 1:
         alike = ", ".join(str(split) for split in same if split != top)
         return top, f"{alike} serve as many within 1 %; {top} is the farthest from its targets"
-    return top, f"{top} has the most good requests, also under what else may be true"
+    return top, _most_text(top, finalists)
+
+
+def _most_text(top: Split, finalists: Finalists) -> str:
+    """Why the best score wins, also where the table, which is as measured, has a better line."""
+    shares = {split: trials[0].share_good for split, trials in finalists.items()}
+    first = max(shares, key=lambda split: shares[split])
+    if shares[first] <= shares[top] * (1 + SAME):
+        return f"{top} has the most good requests, also under what else may be true"
+    return (
+        f"as measured {first} has more good requests ({shares[first]:.1%}), but {top} has the most "
+        "when errors of the profile and other draws of the load count too"
+    )
 
 
 def _least(found: Sequence[tuple[float, Split]]) -> Reachable:

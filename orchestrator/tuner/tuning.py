@@ -214,6 +214,8 @@ def _workloads(
             workload.drawn_requests(mix, size, wish.seed + number, longest)
             for number, size in enumerate([count, *[min(count, WINDOW_REQUESTS)] * REDRAWS])
         ]
+        if cut := workload.cut_note(mix, longest, wish.seed):
+            notes.append(cut)
         return [draws[0], workload.window(draws[0], WINDOW_REQUESTS), *draws[1:]]
     requests = _fitting(source, profile, notes)
     if scale.factor > 1:

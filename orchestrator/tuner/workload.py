@@ -27,6 +27,8 @@ LENGTH_LIMIT_TOKENS = 10_000_000
 SPREAD_LIMIT = 20.0
 """Largest coefficient of variation of lengths."""
 RATE_LIMIT_PER_S = 1e6
+CUT_SAMPLE_REQUESTS = 10_000
+"""Drawn to say which share of a mix is cut."""
 REQUESTS_LIMIT = 2_000_000
 """Most requests that are made here; a longer workload is a mistake in its numbers."""
 
@@ -96,8 +98,15 @@ def drawn_requests(
     mix: Mix, count: int, seed: int, max_model_len: int = LENGTH_LIMIT_TOKENS
 ) -> list[TraceRequest]:
     """``count`` requests of ``mix``, by arrival. Lengths that do not fit into ``max_model_len``
-    together are cut: the prompt to leave a token for the answer, then the answer.
+    together are cut: the prompt to leave a token for the answer, then the answer. Raises
+    ``WorkloadError`` when the means do not fit: the load would not be the one that was asked for.
     """
+    if mix.inputs.mean + mix.outputs.mean > max_model_len:
+        raise WorkloadError(
+            f"prompts of {mix.inputs.mean:,.0f} and answers of {mix.outputs.mean:,.0f} tokens are "
+            f"longer than the engines' max_model_len, {max_model_len:,} tokens for both together; "
+            "give shorter ones, or measure engines that take them"
+        )
     if not 0 < count <= REQUESTS_LIMIT:
         raise WorkloadError(f"a workload has 1 to {REQUESTS_LIMIT} requests, not {count}")
     random = Random(seed)
@@ -109,6 +118,18 @@ def drawn_requests(
         requests.append(TraceRequest(now, inputs, outputs, ()))
         now += random.expovariate(mix.rate_per_s)
     return requests
+
+
+def cut_note(mix: Mix, max_model_len: int, seed: int) -> str:
+    """Which share of the mix ``drawn_requests`` cuts, as words; empty when it cuts none."""
+    drawn = drawn_requests(mix, CUT_SAMPLE_REQUESTS, seed)
+    cut = len(drawn) - len(fitting(drawn, max_model_len))
+    if not cut:
+        return ""
+    return (
+        f"{cut / len(drawn):.1%} of the requests were cut to fit into max_model_len, "
+        f"{max_model_len:,} tokens for prompt and answer together"
+    )
 
 
 def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:

@@ -107,22 +107,35 @@ class QualityMeter:
         heads, count, _ = found[0][0].shape
         return LayerShape(heads, count, *self._items, self._kind.number), found
 
-    def measure(self, text: str, coders: Mapping[str, Coder], *, tokens: int) -> list[CodecQuality]:
-        """What each coder costs on the first ``tokens`` tokens of a text. Raises ``QualityError``
-        for a text that is too short, and a model whose KV is not one of keys and values per layer
-        and token.
+    def measure(
+        self,
+        text: str,
+        coders: Mapping[str, Coder],
+        *,
+        tokens: int,
+        on_step: Callable[[int, int], None] = lambda done, steps: None,
+    ) -> list[CodecQuality]:
+        """What each coder costs on the first ``tokens`` tokens of a text. ``on_step`` is told how
+        many steps are done and how many there are, before the first and after each, which is one
+        coder on one window. Raises ``QualityError`` for a text that is too short, and a model whose
+        KV is not one of keys and values per layer and token.
         """
         import torch
 
         sums = {name: _Sums() for name in coders}
+        windows = list(self._windows(text, tokens))
+        done, steps = 0, len(windows) * len(coders)
+        on_step(done, steps)
         with torch.inference_mode():
-            for window in self._windows(text, tokens):
+            for window in windows:
                 last = window[None, -self._kind.chunk_tokens :]
                 exact = self._kv_before(window)
                 expected = self._predict(last, exact)
                 for name, coder in coders.items():
                     found = self._predict(last, self._coded(exact, coder, sums[name]))
                     sums[name].add(expected, found)
+                    done += 1
+                    on_step(done, steps)
         return [each.quality(name) for name, each in sums.items()]
 
     def _windows(self, text: str, tokens: int) -> Iterator[Any]:

@@ -178,10 +178,10 @@ def _shape_problems(subject: Subject, pool: str, facts: ModelFacts) -> Iterator[
                 f"{longest} tokens, but the model was made for {facts.max_position}",
                 f"use at most {facts.max_position}",
             )
-    yield from _room_problems(settings, pool, facts)
+    yield from room_problems(settings, pool, facts)
 
 
-def _room_problems(settings: PoolConfig, pool: str, facts: ModelFacts) -> Iterator[Problem]:
+def room_problems(settings: PoolConfig, pool: str, facts: ModelFacts) -> Iterator[Problem]:
     """One request of the longest length fits into a node's KV; else vLLM does not start."""
     args = settings.engine_args
     per_token = facts.kv_bytes_per_token(kv_item_bytes(settings, facts))
@@ -193,11 +193,14 @@ def _room_problems(settings: PoolConfig, pool: str, facts: ModelFacts) -> Iterat
     if needed > settings.kv_cache_bytes:
         fitting = settings.kv_cache_bytes * args.tensor_parallel_size // per_token
         fitting = max(0, fitting - fitting % args.block_size - args.block_size)
+        remedy = f"raise it to at least {needed}"
+        if fitting:
+            remedy = f"raise it, or set max_model_len to at most {fitting}"
         yield failure(
             (f"{pool}.kv_cache_bytes", f"{pool}.engine_args.max_model_len"),
             f"one request of {longest} tokens takes {needed / 1e9:.2f} GB of KV per rank, "
             f"kv_cache_bytes is {settings.kv_cache_bytes / 1e9:.2f} GB",
-            f"raise it, or set max_model_len to at most {fitting}",
+            remedy,
         )
 
 

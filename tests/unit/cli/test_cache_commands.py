@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from router_stubs.engine import Asked
 
 TOKENS = list(range(3 * CHUNK_TOKENS))
+LONGEST = 1024
+"""``max_model_len`` of the engine."""
 START_LIMIT_S = 20
 
 
@@ -245,6 +247,28 @@ def test_quotas(cluster: Cluster) -> None:
     many = run("quota", "a", "cpu", "many")
     assert many.exit_code == 2
     assert "LIMIT: 'many' is no size" in many.stderr
+    negative = run("quota", "a", "cpu", "-2 GB")
+    assert negative.exit_code == 2
+    assert "LIMIT: '-2 GB' is no size" in negative.stderr
+
+
+@pytest.mark.parametrize("entry", [{"a": 1}, "7", 1.5, True, -1, 2**32])
+def test_a_list_of_something_else_is_refused(
+    cluster: Cluster, tmp_path: Path, entry: object
+) -> None:
+    """With the entry's place and what was expected."""
+    result = run("lookup", "--tokens", written(tmp_path, [5, entry]))
+    assert result.exit_code == 2
+    assert "--tokens: entry 1 of the list is no token id" in result.stderr
+    assert not cluster.server.asked
+
+
+def test_a_prompt_that_no_engine_serves_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    """Whatever is cached of it; a prompt and a token of the answer have to fit."""
+    for tokens, is_told in ((LONGEST - 1, False), (LONGEST, True)):
+        result = run("lookup", "--tokens", written(tmp_path, list(range(tokens))))
+        assert result.exit_code == 0, result.output
+        assert ("no engine serves this prompt" in result.stdout) is is_told
 
 
 @pytest.mark.parametrize(

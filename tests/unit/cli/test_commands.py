@@ -57,6 +57,15 @@ def test_a_wrong_configuration_is_told(tmp_path: Path) -> None:
     assert "  - engine (line 2): " in result.stderr
 
 
+@pytest.mark.parametrize("command", [("doctor",), ("render", "kubernetes"), ("config", "show")])
+def test_only_what_starts_something_says_that_it_did_not(command: tuple[str, ...]) -> None:
+    """The others name the cluster and what is wrong."""
+    result = run(*command, "nosuch")
+    assert result.exit_code == 2
+    assert "nosuch cannot be used:\n" in result.stderr
+    assert "nosuch cannot be used; nothing was started:\n" in run("up", "nosuch").stderr
+
+
 def test_status_without_clusters() -> None:
     """Status 3, and an empty list in JSON."""
     assert run("status").exit_code == 3

@@ -215,7 +215,7 @@ def test_the_last_decode_node_stays(cluster: FakeCluster) -> None:
         (("prefill", "0"), "decode nodes can compute prompts themselves"),
         (("decode", "4", "--cpus", "7"), "--cpus: decode.cpus is not in the YAML"),
         (("decode", "4", "--gpus", "0"), "--gpus: decode.gpus is not in the YAML"),
-        (("prefill", "3", "--cpus", "7"), "--cpus: 1 lists for 2 new nodes; give one for each"),
+        (("prefill", "3", "--cpus", "7"), "--cpus: 1 list for 2 new nodes; give one for each"),
         (("prefill", "2", "--cpus", "1"), "CPU 1 is given to prefill-0 and prefill-1"),
         (("prefill", "2", "--cpus", "0-99999999999"), "is no list of numbers such as 0-3,6"),
         (("prefill", "2", "--cpus", "6000"), "--cpus: 6000 cannot be used here; this machine"),

@@ -115,6 +115,37 @@ def test_targets_that_no_ratio_meets_name_the_best_reachable(cluster: Path, prof
     assert not found(*arguments)["targets_met"]
 
 
+@pytest.mark.parametrize("option", ["--write", "--apply"])
+def test_a_load_beyond_the_nodes_changes_nothing(
+    cluster: Path, profile: Path, tmp_path: Path, option: str
+) -> None:
+    """No split is recommended, marked, drawn, written or applied; what would help is said."""
+    before, picture = cluster.read_text(), tmp_path / "tuned.svg"
+    arguments = (cluster, "--profile", profile, *MIX, "--ttft-ms", 1)
+    code, out, err = run(*arguments, "--out", picture, option)
+    assert code == EXIT_REFUSED
+    assert "Nothing is recommended: this load is beyond 3 nodes" in out
+    assert "Recommended:" not in out
+    assert not any(line.startswith("-> ") for line in out.splitlines())
+    assert f"{option}: nothing is changed: this load is beyond 3 nodes" in err
+    assert "Lower --rate, add nodes" in err
+    assert cluster.read_text() == before
+    assert ">recommended<" not in picture.read_text()
+    result = found(*arguments)
+    assert (result["recommended"], result["goodput_per_s"]) == (None, None)
+
+
+def test_what_the_engines_do_not_take_is_refused_or_told(cluster: Path, profile: Path) -> None:
+    """Prompts beyond ``max_model_len`` are refused; of a mix the share that was cut is noted."""
+    arguments = (cluster, "--profile", profile, "--osl", 100, "--rate", 1, *TARGETS)
+    code, out, err = run(*arguments, "--isl", 100_000)
+    assert (code, out) == (EXIT_REFUSED, "")
+    assert "prompts of 100,000 and answers of 100 tokens are longer" in err
+    code, out, _ = run(*arguments, "--isl", "2000:0.8")
+    assert code == 0
+    assert "% of the requests were cut to fit into max_model_len, 4,096 tokens" in out
+
+
 def test_the_picture_has_four_charts(cluster: Path, profile: Path, tmp_path: Path) -> None:
     """Valid SVG with the targets, the recommendation, and a point for every split."""
     picture = tmp_path / "tuned.svg"

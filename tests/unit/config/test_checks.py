@@ -111,7 +111,7 @@ def test_vllm_on_cpu_needs_cpus() -> None:
 def test_one_list_of_cpus_per_replica() -> None:
     """Two replicas with one list are refused."""
     text = "prefill: {replicas: 2, cpus: [[0]]}\ndecode: {cpus: [[1]]}\n"
-    assert "1 lists for 2 replicas" in problems_of(text)[0]
+    assert "1 list for 2 replicas" in problems_of(text)[0]
 
 
 def test_cpus_must_split_over_the_ranks() -> None:
@@ -227,7 +227,7 @@ def test_routers_that_share_an_address_take_consecutive_ports() -> None:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (", hosts: ['::1']", "router.hosts: 1 hosts for 2 replicas"),
+        (", hosts: ['::1']", "router.hosts: 1 host for 2 replicas"),
         (", hosts: ['::1', 127.0.0.1], host: '::1'", "router.host: router.hosts says"),
         (", hosts: ['::1', 127.0.0.1], advertise_host: a", "router.advertise_host: router.hosts"),
         (", hosts: ['::1', 10.0.0.1]", "router.hosts: 10.0.0.1 serves the network without any key"),

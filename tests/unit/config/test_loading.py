@@ -43,6 +43,13 @@ def test_every_built_in_configuration_loads(name: str, tmp_path: Path) -> None:
     assert load_resolved(path) == config
 
 
+def test_the_example_of_a_cache_shows_what_it_saves() -> None:
+    """Engines say how many tokens of a prompt were cached, in both pools alike."""
+    config = load("quickstart-cache")
+    for pool in (config.prefill, config.decode):
+        assert pool.engine_args.passed_on["enable_prompt_tokens_details"] is True
+
+
 def test_only_the_model_is_required() -> None:
     """A file with a model (and, for vLLM on CPU, the CPUs) is complete."""
     config = parse(MINIMAL)
@@ -218,6 +225,47 @@ def test_what_could_not_reach_the_processes_is_refused(text: str, words: str) ->
     """Odd YAML ends in a sentence, never in a traceback, an endless loop, or a later failure."""
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse(MINIMAL + text)
+
+
+FOREIGN = "this is no cluster YAML, a mapping with at least `model:`; see docs/configuration.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("root:*:20228:0:::\ndaemon:*:20228:0:::\n", FOREIGN),
+        ("hunter2: {a: 1, a: 2}\n", FOREIGN),
+        ("just words\n", FOREIGN),
+        ("- hunter2\n", FOREIGN),
+        ("", FOREIGN),
+        (
+            "model: {path: *hunter2}\n",
+            "not readable as YAML: line 1, column 15: found undefined alias",
+        ),
+        (
+            "a: [hunter2\nb: c\n",
+            "not readable as YAML: line 2, column 2: expected ',' or ']', but got ':'",
+        ),
+        (
+            "model: {path: !!hunter2 x}\n",
+            "not readable as YAML: line 1, column 15: "
+            "could not determine a constructor for the tag",
+        ),
+        (
+            "hunter2: \x00\n",
+            "not readable as YAML: special characters are not allowed (character 10)",
+        ),
+    ],
+)
+def test_a_file_of_another_kind_is_not_shown(text: str, expected: str) -> None:
+    """One sentence with nothing of what is in it: it may hold secrets."""
+    assert problems_of(text) == [expected]
+
+
+def test_a_folder_is_told_as_one(tmp_path: Path) -> None:
+    """Not as a file that is missing; a name of a built-in one still means that one."""
+    with pytest.raises(ConfigError, match="this is a folder; give the path of a cluster YAML"):
+        load(tmp_path)
 
 
 def test_an_ipv6_host_becomes_a_url() -> None:

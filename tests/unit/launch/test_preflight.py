@@ -13,10 +13,12 @@ from splitserve.kv_transfer.transports import same_host
 from splitserve.orchestrator.config import ClusterConfig, ConfigError, parse
 from splitserve.orchestrator.launch.checks import memory
 from splitserve.orchestrator.launch.checks.cpu_lists import listed, parsed
+from splitserve.orchestrator.launch.checks.model import room_problems
 from splitserve.orchestrator.launch.checks.subject import Subject
-from splitserve.orchestrator.launch.checks.table import CHECKS
-from splitserve.orchestrator.launch.finding import Severity
+from splitserve.orchestrator.launch.checks.table import CHECKS, Check
+from splitserve.orchestrator.launch.finding import Finding, Severity, failure
 from splitserve.orchestrator.launch.preflight import findings, preflight
+from splitserve.orchestrator.models.folder_facts import ModelFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +45,39 @@ def test_a_mock_cluster_passes() -> None:
     assert [f.check for f in found] == [check.name for check in CHECKS if not check.measures]
     assert [f for f in found if f.failures] == []
     preflight(parse(MOCK), {})
+
+
+def test_misspelt_keys_are_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else is wrong may come of them."""
+
+    def failing(name: str) -> Check:
+        return Check(name, lambda subject: Finding(name, "", (failure(name, "is wrong", "mend"),)))
+
+    checks = tuple(map(failing, ("memory", "model", "engine_args", "cache")))
+    monkeypatch.setattr("splitserve.orchestrator.launch.preflight.CHECKS", checks)
+    told = [problem.partition(":")[0] for problem in map(str, problems_of(parse(MOCK)))]
+    assert told == ["engine_args", "memory", "model", "cache"]
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "fix"),
+    [("1", "raise it to at least "), ("100 kB", "raise it, or set max_model_len to at most ")],
+)
+def test_kv_without_room_for_a_request(kv_cache: str, fix: str) -> None:
+    """What to do is something that can be done."""
+    config = parse(MOCK.replace("1 MiB", kv_cache).replace("engine: mock", "engine: transformers"))
+    facts = ModelFacts(
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        max_position=100_000,
+        dtype="float32",
+        has_latent_kv=False,
+    )
+    (problem,) = room_problems(config.prefill, "prefill", facts)
+    assert problem.fix.startswith(fix)
+    assert not problem.fix.endswith(" 0")
 
 
 def test_a_cpu_that_does_not_exist() -> None:

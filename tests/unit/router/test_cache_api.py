@@ -115,6 +115,7 @@ async def test_the_keys_are_those_of_the_engines(
     assert wish.keys == b"".join(expected)
     assert found == {
         "tokens": len(TOKENS),
+        "max_model_len": node.max_model_len,
         "chunk_tokens": CHUNK_TOKENS,
         "chunks": 3,
         "cached_tokens": 2 * CHUNK_TOKENS,

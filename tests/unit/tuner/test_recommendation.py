@@ -123,6 +123,23 @@ def test_targets_that_nothing_meets_name_the_best_reachable() -> None:
     assert not advice.are_targets_met
     assert (advice.least_ttft.seconds, advice.least_ttft.split) == (2.0, ONE)
     assert "no split" in advice.because
+    assert advice.is_beyond
+
+
+@pytest.mark.parametrize(("most", "is_beyond"), [(0.02, True), (0.05, True), (0.06, False)])
+def test_a_load_beyond_the_nodes_is_told(most: float, *, is_beyond: bool) -> None:
+    """When the best line of the table serves next to nothing, whatever the other lines do."""
+    found = findings(trial(AGGREGATED, 0.001), trial(ONE, most), trial(TWO, 0.0))
+    assert recommend(found, TWO).is_beyond is is_beyond
+
+
+def test_the_reason_agrees_with_the_table() -> None:
+    """Where another split has more as measured, the reason names it."""
+    found = findings(trial(AGGREGATED, 0.3), trial(ONE, 0.95), trial(TWO, 0.9), variant={ONE: 0.4})
+    advice = recommend(found, None)
+    assert advice.because.startswith("as measured 1:3 has more good requests (95.0%), but 2:2")
+    found = findings(trial(AGGREGATED, 0.3), trial(ONE, 0.95), trial(TWO, 0.7))
+    assert recommend(found, None).because.startswith("1:3 has the most good requests")
 
 
 def test_an_interval_holds_its_gain_and_is_wider_for_uneven_times() -> None:

@@ -9,6 +9,7 @@ from splitserve.orchestrator.tuner.workload import (
     Lengths,
     Mix,
     WorkloadError,
+    cut_note,
     drawn_requests,
     fitting,
     parse_lengths,
@@ -46,7 +47,7 @@ def test_a_seed_decides_the_requests() -> None:
 
 def test_drawn_requests_fit_the_model() -> None:
     """No prompt and answer together are longer than the model's limit, and none is empty."""
-    mix = Mix(Lengths(900, 3), Lengths(300, 3), 1.0)
+    mix = Mix(Lengths(600, 3), Lengths(300, 3), 1.0)
     requests = drawn_requests(mix, 500, seed=1, max_model_len=1000)
     assert fitting(requests, 1000) == requests
 
@@ -137,3 +138,14 @@ def test_what_does_not_fit_is_left_out() -> None:
     fits = request(0, inputs=10, outputs=5)
     too_long, empty, silent = request(1, inputs=11), request(2, inputs=0), request(3, outputs=0)
     assert fitting([fits, too_long, empty, silent], 15) == [fits]
+
+
+def test_a_mix_that_the_model_does_not_take_is_refused() -> None:
+    """When the means do not fit; else the share of the requests that was cut is said."""
+    with pytest.raises(WorkloadError, match="max_model_len, 1,000 tokens"):
+        drawn_requests(Mix(Lengths(900), Lengths(101), 1.0), 5, seed=1, max_model_len=1000)
+    assert len(drawn_requests(Mix(Lengths(900), Lengths(100), 1.0), 5, 1, 1000)) == 5
+    assert cut_note(Mix(Lengths(900), Lengths(100), 1.0), 1000, seed=1) == ""
+    note = cut_note(Mix(Lengths(500, 0.8), Lengths(100), 1.0), 1000, seed=1)
+    assert "% of the requests were cut to fit into max_model_len, 1,000 tokens" in note
+    assert 5 < float(note.split("%")[0]) < 20

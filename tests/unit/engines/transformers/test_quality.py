@@ -100,6 +100,12 @@ def test_the_command_measures_and_holds_the_limit(tiny_model: Path, tmp_path: Pa
     assert answer["codecs"][1]["tokens"] == 2 * CHUNK
     assert "int8 costs" in result.stderr
     assert "int5z costs" not in result.stderr
+    lines = result.stderr.splitlines()
+    for words in ("loading tiny in float32", "measuring bf16z, int8, int5z on at most 512 tokens"):
+        assert any(line.startswith(words) for line in lines), result.stderr
+    assert [line.split(" in ")[0] for line in lines if " to go" in line] == [
+        f"{done} of 6 steps" for done in range(1, 7)
+    ]
 
 
 def test_a_text_that_sees_no_fault_is_refused(tiny_model: Path, tmp_path: Path) -> None:
