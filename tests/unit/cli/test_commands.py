@@ -154,8 +154,9 @@ def test_detached_on_ray_it_serves_on_or_was_stopped(
         assert leaves
         return serves
 
-    config = SimpleNamespace(name="test", launcher="ray")
-    monkeypatch.setattr(up, "plan", lambda source, environ: SimpleNamespace(config=config))
+    config = SimpleNamespace(name="test", launcher="ray", cache=None)
+    prepared = SimpleNamespace(config=config, source="cluster.yaml")
+    monkeypatch.setattr(up, "plan", lambda source, environ: prepared)
     monkeypatch.setattr(up, "run_cluster", ran)
     result = run("up", str(tmp_path / "cluster.yaml"), "--detach")
     assert (result.exit_code, result.stdout) == (status, told)
