@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     import pytest
 
+AS_IN_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""Where tests run in the background, processes may be begun with Ctrl-C ignored."""
 INTERRUPTED = """
-import os, signal, sys
+import os, sys
 
 class Commands:
     def find_spec(self, name, path, target=None):
@@ -34,8 +36,9 @@ main()
 def ended(program: str) -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+        [sys.executable, "-c", AS_IN_A_TERMINAL + program],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
 
 
 def test_interrupted_imports_end_quietly() -> None:
@@ -47,7 +50,7 @@ def test_interrupted_imports_end_quietly() -> None:
 def test_after_the_imports_the_command_runs() -> None:
     """With its words, and Ctrl-C as Python has it."""
     result = ended(
-        "import signal, sys; sys.argv = ['splitserve', 'version']\n"
+        "import sys; sys.argv = ['splitserve', 'version']\n"
         "from splitserve.orchestrator.cli.entry import main\n"
         "try:\n    main()\n"
         "finally:\n    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
