@@ -163,7 +163,7 @@ async def test_an_interrupt_leaves_nothing(cluster: Cluster) -> None:
         if command.returncode is None:
             command.kill()
             await command.wait()
-    assert command.returncode == 1, output.decode()
+    assert command.returncode == 130, output.decode()
     assert b"Traceback" not in output
     await until(cluster, lambda legs: legs == 0, "probes are left")
     assert (path.read_bytes() if path.exists() else None) == before
