@@ -157,7 +157,8 @@ class KeyChain:
         count = len(tokens) // size - known
         if count <= 0:
             return self.keys
-        new = tokens[known * size :] if known else tokens
+        is_whole = not known and isinstance(tokens, list | tuple)
+        new = tokens if is_whole else list(tokens[known * size :])
         if _compiled is None or self._media or not _compiled.can_hash(size):
             for index in range(count):
                 self._add(known + index, new[index * size : (index + 1) * size])

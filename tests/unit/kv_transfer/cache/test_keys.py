@@ -148,6 +148,7 @@ def test_compiled_keys_are_the_same_keys() -> None:
     assert chain.extend(tokens) == expected[16]
     assert KeyChain(root, 256, media).extend(tokens) == pictured != expected[256]
     assert chunk_keys(root, tokens[:15], 16) == []
+    assert chunk_keys(root, range(100, 132), 8) == keys(tenant=TENANT)
 
 
 @pytest.mark.usefixtures("restored")
