@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from splitserve.kv_transfer.cache import keys
 from splitserve.orchestrator.engines.vllm import cache_half
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_keys_are_compiled_before_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
